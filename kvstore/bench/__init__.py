@@ -1,6 +1,6 @@
 """bench: compares the store with the limits of its machine, one row per measurement.
 
-``harness`` alternates a limit and ours and turns seconds into ratios; ``stage`` starts real daemons and writer
-processes; ``get``, ``put``, ``lookup``, ``memory`` and ``restart`` hold the rows, which ``rows`` lists and runs.
-Every row checks the bytes that it moved: a benchmark that reads wrong bytes fails.
+``harness`` alternates the limit and the store, and computes ratios of their times. ``stage`` starts real daemons and
+writer processes. ``rows`` lists the rows and runs them; the other modules measure them. Every row checks the bytes that
+it moved, and fails if they are wrong.
 """

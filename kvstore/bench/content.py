@@ -1,9 +1,9 @@
-"""Content: the pages that a benchmark stores. Each byte follows from its page's key and its offset, so it can be
-checked.
+"""Content: the pages that a benchmark stores, and their sizes.
 
-Also the geometries: pages as real models have them. 2 MiB is Llama-3.1-8B at TP=4 with 64-token pages, 256 KiB is
-Llama-3.2-1B at TP=8 with 64-token pages, 64 KiB the same with 16-token pages; 4 KiB fits no real model, but has 32
-layers and 64 tokens, so that all metadata of a page has a realistic size.
+Each byte follows from its page's key and its offset, so every read can be checked. The page sizes are those of real
+models: 2 MiB is Llama-3.1-8B at TP=4 with 64-token pages, 256 KiB is Llama-3.2-1B at TP=8 with 64-token pages, and
+64 KiB is the same with 16-token pages. No real model has pages of 4 KiB. They have 32 layers and 64 tokens, so that the
+metadata of a page has a realistic size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYOUTS = {
 assert [layout.page_bytes >> 10 for layout in LAYOUTS.values()] == [2048, 256, 64, 4]
 
 VOCABULARY = 128_256
-_STEP = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets differ in all bits
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # odd, so that consecutive offsets differ in all bits
 _MASK = (1 << 64) - 1
 
 
@@ -42,7 +42,7 @@ class BenchWork:
     Attributes:
         geometry: one of ``LAYOUTS``.
         seed: the seed of the token ids.
-        chains, pages: how many chains, and how many pages each.
+        chains, pages: the number of chains, and of pages per chain.
     """
 
     geometry: str
@@ -52,7 +52,7 @@ class BenchWork:
 
     @property
     def layout(self) -> Layout:
-        """The pages' layout."""
+        """The layout of the pages."""
         return LAYOUTS[self.geometry]
 
     @property
@@ -66,11 +66,11 @@ class BenchWork:
         return self.chains * self.chain_bytes
 
     def tokens(self, chain: int) -> npt.NDArray[np.uint32]:
-        """Token ids of the full pages of one chain."""
+        """Return the token ids of one chain."""
         return tokens_of(self.seed, chain, self.pages * self.layout.page_tokens)
 
     def keys(self, cache: PrefixCache, chain: int) -> Keys:
-        """New keys of one chain, not used by any verb yet."""
+        """Return new keys of one chain, which no call has used."""
         return cache.keys(self.tokens(chain))
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class BenchWork:
 
 
 def tokens_of(seed: int, chain: int, count: int) -> npt.NDArray[np.uint32]:
-    """``count`` token ids that follow from ``seed`` and ``chain``."""
+    """Return ``count`` token ids that follow from ``seed`` and ``chain``."""
     return np.random.default_rng((seed, chain)).integers(0, VOCABULARY, count, dtype=np.uint32)
 
 
@@ -94,7 +94,7 @@ class Content:
         return np.arange(1, self.page_bytes // 8 + 1, dtype=np.uint64) * _STEP
 
     def fill(self, rows: Rows, hashes: list[bytes]) -> None:
-        """Make ``rows`` ``[pages, page_bytes]`` the content of the pages with these keys."""
+        """Fill ``rows`` ``[pages, page_bytes]`` with the content of the pages with these keys."""
         for row, key in zip(rows.view(np.uint64), hashes, strict=True):
             np.bitwise_xor(self._pattern, _mixed(key), out=row)
 

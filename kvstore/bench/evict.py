@@ -1,11 +1,12 @@
-"""Row about evictions: the cost of a put into a full node, and that it does not grow with the node.
+"""Rows about full nodes and about a crash.
 
-Two nodes are full, one with 10 thousand pages and one with a million, both with chains of 32 pages. Chains are put into
-them alternately; each put evicts as many pages as it stores, and waits until its pages are sealed. Frames are granted,
-and pages evicted for them, for a few puts at once, so the row reports the mean. The measurement begins when the client
-has mapped all extents; otherwise mapping those of the large node would be timed.
+``evict`` shows that the cost of a put into a full node does not grow with the node. One node has 10 thousand pages and
+another one a million, both in chains of 32 pages. New chains are put into the two nodes alternately. Each put evicts as
+many pages as it stores, and waits until its pages are sealed. The node grants frames, and evicts pages for them, for a
+few puts at once, so the row reports the mean. The measurement begins after the client has mapped all extents, because
+it must not include the mapping of the large node.
 
-Row about a crash: the daemon is killed and started again while another process continues to read.
+``restart`` kills the daemon and starts it again while another process continues to read.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ FEW_QUICK, MANY_QUICK = 4_096, 8_192
 GEOMETRY = "4k"
 CHAIN_PAGES = 32
 WARM_STEPS = 600
-STEPS = 200  # per round
+STEPS = 200  # steps per round
 EXTENT_BYTES = 16 * MIB
 SEED = 6
 
 
 def evict(stage: Stage, name: str, bar: Bar) -> list[Result]:
-    """A put of 32 pages that evicts 32, per page: into a node of a million pages, over one of ten thousand."""
+    """Measure a put of 32 pages that evicts 32, per page, in a node of a million pages, compared with ten thousand."""
     stage.clear()
     few, many = (FEW_QUICK, MANY_QUICK) if stage.settings.quick else (FEW, MANY)
     with ExitStack() as scene:
@@ -63,7 +64,7 @@ def evict(stage: Stage, name: str, bar: Bar) -> list[Result]:
 
 
 class _Full:
-    """A full node, and puts into it."""
+    """A full node, and a client that puts new chains into it."""
 
     def __init__(self, stage: Stage, scene: ExitStack, pages: int) -> None:
         settings, layout = stage.settings, LAYOUTS[GEOMETRY]
@@ -86,16 +87,16 @@ class _Full:
         self._content.fill(self._rows, self._last.hashes)
         return self._last
 
-    def put(self, given: object) -> int:
+    def put(self, keys: object) -> int:
         """Store the pages that ``prepare`` made."""
-        assert self._last is not None and given
+        assert self._last is not None and keys
         return self.cache.put(self._last, self._rows, wait=True)
 
     def verify(self) -> None:
         """Raise BenchFailed if nothing was evicted."""
         evicted = self.store.stats()["counters"].get("evicted_space", 0)
         if evicted < CHAIN_PAGES:
-            raise BenchFailed(f"{evicted} pages were evicted from a node that should be full")
+            raise BenchFailed(f"the node is not full: only {evicted} pages were evicted")
 
 
 def _check(stored: object) -> None:
@@ -105,31 +106,31 @@ def _check(stored: object) -> None:
 
 POOL_BYTES = 8 * GIB
 CRASHES = 3
-READ_ON_S = 0.5  # before each kill and after each ready line
+READ_ON_S = 0.5  # reads before each kill and after each restart
 
 
 def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
-    """kill -9 and restart a daemon with 8 GiB of pages: seconds until its ready line, readers' misses, pages kept.
+    """Kill -9 and restart a daemon with 8 GiB of pages; measure the seconds until its ready line.
 
-    The reader checks every byte it gets. Afterwards the node verifies all pages and its conservation laws, and every
-    page is read and checked once more.
+    A reader checks every byte that it gets, and counts misses. Afterwards the node verifies all pages and its
+    conservation laws, and every page is read and checked once more.
     """
     stage.clear()
     settings = stage.settings
-    wanted = settings.bounded(256 * MIB if settings.quick else POOL_BYTES)
+    pages_bytes = settings.bounded(256 * MIB if settings.quick else POOL_BYTES)
     chain_bytes = BenchWork("256k", 0, 1).chain_bytes
-    work = BenchWork("256k", seed=10, chains=wanted // chain_bytes)
+    work = BenchWork("256k", seed=10, chains=pages_bytes // chain_bytes)
     crashes = 1 if settings.quick else min(CRASHES, settings.rounds)
     with ExitStack() as scene:
-        # Space in addition to the pages: one extent, and frames that the client of the probes requests ahead. Nothing
-        # is evicted.
+        # In addition to the pages: one extent, and the frames that the client of the probe pages requests ahead. So
+        # nothing is evicted.
         daemon = stage.daemon(scene, work.total_bytes + settings.extent_bytes + AHEAD_BYTES_MAX)
         stage.write(daemon, work)
         store = scene.enter_context(connect(daemon.name))
         settle(store)
         reader = scene.enter_context(PeerProcess(daemon.name, settings.shm_dir))
         crash = [_crash(daemon, reader, store, work, turn) for turn in range(crashes)]
-        kept = store.stats()["tiers"]["dram"]["pages"] - crashes  # one probe page each
+        retained = store.stats()["tiers"]["dram"]["pages"] - crashes  # each crash adds a probe page
         settle(store)
         _read_all(store, work)
     stored = work.chains * work.pages
@@ -137,7 +138,7 @@ def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
     details = {
         "pages_bytes": work.total_bytes,
         "page_bytes": work.layout.page_bytes,
-        "pages_lost": stored - kept,
+        "pages_lost": stored - retained,
         "reads": sum(int(c["reads"]) for c in crash),
         "pages_missed": misses,
         "read_errors": errors,
@@ -145,30 +146,30 @@ def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
         "kill_to_ready_s": [c["kill_to_ready_s"] for c in crash],
         "kill_to_put_s": [c["kill_to_put_s"] for c in crash],
     }
-    sound = stored == kept and not misses and not errors
+    sound = stored == retained and not misses and not errors
     return [result(name, Kind.TIME, [c["kill_to_ready_s"] for c in crash], bar=bar, details=details, sound=sound)]
 
 
 def _crash(daemon: Daemon, reader: PeerProcess, store: Store, work: BenchWork, turn: int) -> dict[str, float]:
-    """Kill and restart once during reads; return what the reader saw, and the time until puts were acknowledged
-    again."""
+    """Kill and restart the daemon once during reads. Return the reader's counts, the seconds until the ready line, and
+    the seconds until a put is acknowledged."""
     cache = store.cache(work.layout)
     probe = BenchWork("256k", seed=11 + turn, chains=1, pages=1)
     page = np.zeros((1, work.layout.page_bytes), np.uint8)
     reader.send("read_on", work=work.to_json())
     time.sleep(READ_ON_S)
-    killed = time.monotonic()
+    killed_s = time.monotonic()
     daemon.kill()
     daemon.start()
-    ready = time.monotonic()
+    ready_s = time.monotonic()
     keys = probe.keys(cache, 0)
     Content(work.layout.page_bytes).fill(page, keys.hashes)
     if cache.put(keys, page) != 1:
         raise BenchFailed("the restarted daemon did not store a page")
-    put = time.monotonic()
+    put_s = time.monotonic()
     time.sleep(READ_ON_S)
     reader.send("stop")
-    return {**reader.answer(), "kill_to_ready_s": ready - killed, "kill_to_put_s": put - killed}
+    return {**reader.answer(), "kill_to_ready_s": ready_s - killed_s, "kill_to_put_s": put_s - killed_s}
 
 
 def _read_all(store: Store, work: BenchWork) -> None:
@@ -177,7 +178,7 @@ def _read_all(store: Store, work: BenchWork) -> None:
     out = np.zeros((work.pages, work.layout.page_bytes), np.uint8)
     for chain in range(work.chains):
         keys = work.keys(cache, chain)
-        found = cache.get(keys, out).pages
-        if found != work.pages:
-            raise BenchFailed(f"chain {chain} has {found} of {work.pages} pages after the restarts")
+        pages = cache.get(keys, out).pages
+        if pages != work.pages:
+            raise BenchFailed(f"chain {chain} has {pages} of {work.pages} pages after the restarts")
         content.check(out, keys.hashes, f"chain {chain} after the restarts")

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,15 +39,15 @@ def catalog(stage: Stage, scene: ExitStack) -> str:
 
 
 def data_connection(daemon: Daemon) -> DataConnection:
-    """Connect to that node's data server."""
-    found = find_data_server(NodeFolder.at(daemon.folder))
-    if found is None:
+    """Connect to the data server of a node."""
+    server = find_data_server(NodeFolder.at(daemon.folder))
+    if server is None:
         raise BenchFailed(f"{daemon.name} has no data server")
-    return DataConnection.open(found.address, Hello(process=found.process), deadline_s=time.monotonic() + DEADLINE_S)
+    return DataConnection.open(server.address, Hello(process=server.process), deadline_s=time.monotonic() + DEADLINE_S)
 
 
-class Finding:
-    """Lookups of chains that only another node has, by a node without them; no answers are cached."""
+class RemoteLookups:
+    """Lookups, by a client of one node, of chains that only another node has. No answers are cached."""
 
     def __init__(self, cache: PrefixCache, work: BenchWork, connection: DataConnection) -> None:
         self._cache = cache
@@ -61,19 +62,23 @@ class Finding:
         """Look the chain up."""
         return self._cache.lookup(keys).pages
 
+    def finds(self, chain: int) -> bool:
+        """Return True if a lookup finds the whole chain."""
+        return self.ours(self.prepare(chain)) == CHAIN_PAGES
+
     def ping(self, keys: Keys) -> int:
         """Make one bare round trip: the limit."""
         deadline_s = time.monotonic() + DEADLINE_S
         return len(self._connection.call(FrameKind.PING, b"", reply=FrameKind.PONG, deadline_s=deadline_s))
 
     def check(self, variant: str, value: object) -> None:
-        """Raise BenchFailed if not everything was found."""
+        """Raise BenchFailed if a lookup did not find the whole chain."""
         if value != (CHAIN_PAGES if variant == "ours" else 0):
             raise BenchFailed(f"{variant}: found {value} of {CHAIN_PAGES} pages")
 
 
 def find(stage: Stage, name: str, bar: Bar) -> list[Result]:
-    """Look up chains of 512 pages on another of three nodes, compared with a bare round trip over the same
+    """Measure the lookup of 512 pages on another of three nodes, compared with a bare round trip over the same
     transport."""
     stage.clear()
     settings = stage.settings
@@ -87,29 +92,29 @@ def find(stage: Stage, name: str, bar: Bar) -> list[Result]:
         settle(scene.enter_context(connect(daemons[0].name)))
         store = scene.enter_context(connect(daemons[-1].name))
         connection = scene.enter_context(closing(data_connection(daemons[1])))
-        cache = _without_memory(store, work, daemons[-1])
-        finding = Finding(cache, work, connection)
+        cache = _uncached(store, work, daemons[-1])
+        lookups = RemoteLookups(cache, work, connection)
         for chain in range(work.chains):
-            keys = finding.prepare(chain)
-            wait_for(lambda keys=keys: cache.lookup(keys).pages == CHAIN_PAGES, "the pages are not found")
+            wait_for(partial(lookups.finds, chain), "the directory does not list the pages")
         steps = list(range(40 if settings.quick else STEPS))
-        variants = {"ours": finding.ours, "ping": finding.ping}
-        seconds = alternate(variants, steps, settings.rounds, finding.prepare, finding.check)
+        variants = {"ours": lookups.ours, "ping": lookups.ping}
+        seconds = alternate(variants, steps, settings.rounds, lookups.prepare, lookups.check)
     limit, details = medians(seconds["ping"]), {"pages": CHAIN_PAGES, "nodes": NODES}
-    what = "one bare round trip"
+    limit_is = "one bare round trip"
     return [
-        result(name, Kind.TIME, medians(seconds["ours"]), limit, bar=bar, limit_is=what, details=details),
-        result(f"{name}.p99", Kind.TIME, _slow(seconds["ours"]), _slow(seconds["ping"]), limit_is=f"{what}, p99"),
+        result(name, Kind.TIME, medians(seconds["ours"]), limit, bar=bar, limit_is=limit_is, details=details),
+        result(f"{name}.p99", Kind.TIME, _p99(seconds["ours"]), _p99(seconds["ping"]), limit_is=f"{limit_is}, p99"),
     ]
 
 
-def _without_memory(store: Store, work: BenchWork, daemon: Daemon) -> LocalCache:
+def _uncached(store: Store, work: BenchWork, daemon: Daemon) -> LocalCache:
+    """Return a cache that does not remember which node has which pages."""
     cache = store.cache(work.layout)
     assert isinstance(cache, LocalCache)
     cache.node.peer_reader = PeerReader(daemon.folder, cache_s=0.0)
     return cache
 
 
-def _slow(seconds: Seconds) -> list[float]:
+def _p99(seconds: Seconds) -> list[float]:
     """Return the 99th percentile of every round."""
     return [float(np.quantile(steps, 0.99)) for steps in seconds]

@@ -1,10 +1,9 @@
-"""Rows that read: get in batches and one page at a time, zero-copy leases, two readers at once.
+"""Rows that read: get in batches and one page at a time, zero-copy leases, and two readers at once.
 
-Reading: reads pages of another process into one warm buffer, through the store or by plain copies of its memory.
-
-The limit of a get is memcpy out of the same frames of the same mapping into the same buffer, in two ways of which the
-faster one counts: one ``memmove`` per page, or one copy per run of consecutive frames. The buffer starts at a memory
-page, as frames do, which is best for every way to copy.
+All rows read pages that another process wrote into one warm buffer. The limit of a get is memcpy from the same frames
+of the same mapping into the same buffer. It is measured in two ways, and the faster one counts: one ``memmove`` per
+page, or one copy per run of consecutive frames. The buffer begins at a memory page, as frames do, which is best for all
+ways to copy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ VERBS = ("get", *MEMCPYS)
 
 
 class LocatedChain:
-    """One chain: its tokens, and the places of its pages in this process's mapping of the node's memory."""
+    """The tokens of a chain, and the addresses of its pages in this process's mapping of the node's memory."""
 
     __slots__ = ("tokens", "moves", "copies", "frames")
 
@@ -45,7 +44,7 @@ class LocatedChain:
 
 
 class Reading:
-    """Reads all chains of a ``BenchWork`` in one process. Lives as long as its store; only it may evict the pages."""
+    """Reads all chains of a ``BenchWork``. Valid until the store is closed, and while no other process evicts pages."""
 
     def __init__(self, store: Store, work: BenchWork) -> None:
         self.work = work
@@ -61,23 +60,23 @@ class Reading:
         return sum(len(batch.copies) for batch in self.batches) / len(self.batches)
 
     def keys(self, chain: int) -> Keys:
-        """Return new keys of a chain, which no verb has used."""
+        """Return new keys of a chain, which no call has used."""
         return self.cache.keys(self.batches[chain].tokens)
 
     def variants(self) -> dict[str, Callable[[tuple[LocatedChain, Keys]], object]]:
-        """Return the variants, each of which reads one chain into ``out``."""
+        """Return the variants by name. Each one reads one chain into ``out``."""
         get, out, page_bytes = self.cache.get, self.out, self.work.layout.page_bytes
 
-        def ours(given: tuple[LocatedChain, Keys]) -> int:
-            return get(given[1], out).pages
+        def ours(arguments: tuple[LocatedChain, Keys]) -> int:
+            return get(arguments[1], out).pages
 
-        def memmove_per_page(given: tuple[LocatedChain, Keys]) -> None:
+        def memmove_per_page(arguments: tuple[LocatedChain, Keys]) -> None:
             memmove = ctypes.memmove
-            for target, source in given[0].moves:
+            for target, source in arguments[0].moves:
                 memmove(target, source, page_bytes)
 
-        def copy_per_run(given: tuple[LocatedChain, Keys]) -> None:
-            for target, source in given[0].copies:
+        def copy_per_run(arguments: tuple[LocatedChain, Keys]) -> None:
+            for target, source in arguments[0].copies:
                 target[:] = source
 
         return {"get": ours, "memmove_per_page": memmove_per_page, "copy_per_run": copy_per_run}
@@ -92,17 +91,17 @@ class Reading:
             raise BenchFailed(f"get found {value} of {self.work.pages} pages")
 
     def verify(self) -> None:
-        """Check every byte of every chain, read by every variant. Raises BenchFailed."""
+        """Read every chain by every variant, and check every byte. Raises BenchFailed."""
         for name, variant in self.variants().items():
             for chain in range(self.work.chains):
                 self.out[:] = 0
-                given = self.prepare(chain)
-                self.check(name, variant(given))
-                self.content.check(self.out, given[1].hashes, f"{name} of chain {chain}")
+                arguments = self.prepare(chain)
+                self.check(name, variant(arguments))
+                self.content.check(self.out, arguments[1].hashes, f"{name} of chain {chain}")
 
     def _locate(self, chain: int) -> LocatedChain:
-        """Find the frames through a lease. The addresses stay valid after it, since nothing else writes to this
-        node."""
+        """Return the addresses of a chain, from a lease. They stay valid after the lease, because no other process
+        writes to this node."""
         tokens = self.work.tokens(chain)
         with self.cache.lease(self.cache.keys(tokens)) as lease:
             pages = list(lease.pages)
@@ -121,14 +120,14 @@ class Reading:
         return LocatedChain(tokens, moves, copies)
 
 
-STEPS = 192  # per round, at least: 64 of each variant
+STEPS = 192  # steps per round, at least: 64 per variant
 STEPS_ONE_PAGE = 6000
-PHASE_S = 0.5  # two readers: one variant at a time, both processes at once
-LEAD_NS = 30_000_000  # from the start message to the start
+PHASE_S = 0.5  # two_readers: duration of one variant, in both processes at once
+LEAD_NS = 30_000_000  # from the request to the start of both readers
 
 
 def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Batches of 32 pages into a warm buffer, keys given. A second line has chains of a node with many evictions."""
+    """Measure gets of 32 pages into a warm buffer. The line ``.recycled`` reads from a node after many evictions."""
     lines = [_get(stage, name, bar, geometry, recycled=False)]
     lines.append(_get(stage, f"{name}.recycled", None, geometry, recycled=True))
     return lines
@@ -161,14 +160,14 @@ def _get(stage: Stage, name: str, bar: Bar | None, geometry: str, *, recycled: b
 
 
 def walk(chains: int, quick: bool) -> list[int]:
-    """Return chains in an order that no prefetcher can predict, the whole pool as often as a round needs."""
+    """Return all chains in random order, which no prefetcher can predict, as often as a round needs."""
     random = np.random.default_rng(3)
     passes = max(1, -(-(6 if quick else STEPS) // chains))
     return [int(chain) for _ in range(passes) for chain in random.permutation(chains)]
 
 
 def get_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """One page per get, p50; every page of the pool is another step."""
+    """Measure gets of one page, p50. Every page of the pool is one step."""
     stored = stage.stored(geometry)
     reading = Reading(stored.store, stored.work)
     per_chain, page_bytes = stored.work.pages, stored.work.layout.page_bytes
@@ -191,10 +190,10 @@ def get_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
     steps = [int(page) for _ in range(-(-count // pages)) for page in random.permutation(pages)][:count]
     seconds = alternate(reading.variants(), steps, stage.settings.rounds, prepare, check)
     for step in steps[:64]:
-        given = prepare(step)
+        arguments = prepare(step)
         reading.out[0] = 0
-        check("get", reading.variants()["get"](given))
-        reading.content.check(reading.out[:1], given[1].hashes, name)
+        check("get", reading.variants()["get"](arguments))
+        reading.content.check(reading.out[:1], arguments[1].hashes, name)
     best = quickest(seconds, MEMCPYS)
     return [
         result(
@@ -219,26 +218,26 @@ def _frame(batch: LocatedChain, page: int, page_bytes: int) -> Any:
 
 
 def lease(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """A zero-copy lease of 32 pages, every page touched, against copying them."""
+    """Measure a zero-copy lease of 32 pages, with every page touched, compared with copying them."""
     stored = stage.stored(geometry)
     reading = Reading(stored.store, stored.work)
     cache, pages = reading.cache, stored.work.pages
 
-    def leased(given: tuple[LocatedChain, Keys]) -> int:
+    def lease_and_touch(arguments: tuple[LocatedChain, Keys]) -> int:
         touched = 0
-        with cache.lease(given[1]) as held:
-            for page in held.pages:
+        with cache.lease(arguments[1]) as lease:
+            for page in lease.pages:
                 touched += int(page[0]) >= 0
         return touched
 
     def check(variant: str, value: object) -> None:
         if variant == "lease" and value != pages:
-            raise BenchFailed(f"the lease holds {value} of {pages} pages")
+            raise BenchFailed(f"the lease has {value} of {pages} pages")
 
     for chain in range(stored.work.chains):
         _check_views(reading, cache.lease(reading.keys(chain)), chain)
     copies = reading.variants()
-    variants = {"lease": leased, **{limit: copies[limit] for limit in MEMCPYS}}
+    variants = {"lease": lease_and_touch, **{limit: copies[limit] for limit in MEMCPYS}}
     steps = walk(stored.work.chains, stage.settings.quick)
     seconds = alternate(variants, steps, stage.settings.rounds, reading.prepare, check)
     best = quickest(seconds, MEMCPYS)
@@ -256,14 +255,14 @@ def lease(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
 
 
 def _check_views(reading: Reading, lease: Lease, chain: int) -> None:
-    with lease as held:
-        for i, page in enumerate(held.pages):
+    with lease:
+        for i, page in enumerate(lease.pages):
             reading.out[i] = page
     reading.content.check(reading.out, reading.keys(chain).hashes, f"lease of chain {chain}")
 
 
 def two_readers(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Two processes that get, and two that copy, at the same time; the sums of their speeds."""
+    """Measure the sum of the speeds of two processes that get at the same time, compared with two that copy."""
     stored = stage.stored(geometry)
     settings = stage.settings
     rounds: dict[str, list[float]] = {variant: [] for variant in VERBS}
@@ -273,7 +272,7 @@ def two_readers(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result
             peer.send("locate", work=stored.work.to_json())
         for peer in peers:
             peer.answer()
-        read = partial(both, peers, stored.work.chains, 0.05 if settings.quick else PHASE_S)
+        read = partial(read_at_once, peers, stored.work.chains, 0.05 if settings.quick else PHASE_S)
         for turn in range(settings.rounds):
             for i in range(len(VERBS)):
                 variant = VERBS[(i + turn) % len(VERBS)]
@@ -292,14 +291,14 @@ def two_readers(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result
     ]
 
 
-def both(peers: list[PeerProcess], chains: int, duration_s: float, variant: str) -> list[dict[str, Any]]:
-    """Let both processes read at once; return what each did."""
+def read_at_once(peers: list[PeerProcess], chains: int, duration_s: float, variant: str) -> list[dict[str, Any]]:
+    """Let both processes read at the same time; return their answers."""
     start_ns = time.monotonic_ns() + LEAD_NS
-    for i, peer in enumerate(peers):  # half the pool apart, so that no one warms the cache for the other
+    for i, peer in enumerate(peers):  # half the pool apart, so that neither warms the caches for the other
         peer.send("read", variant=variant, start_ns=start_ns, duration_s=duration_s, first=i * chains // 2)
     return [peer.answer() for peer in peers]
 
 
 def speed_of(answers: list[dict[str, Any]]) -> float:
-    """Return the sum of their speeds, in bytes/s."""
+    """Return the sum of the readers' speeds, in bytes/s."""
     return float(sum(answer["bytes"] / answer["seconds"] for answer in answers))

@@ -1,12 +1,13 @@
 """Harness: runs two variants alternately in one loop, and compares their times.
 
-The speed of a machine drifts by a tenth from minute to minute, so a limit measured now cannot be compared with our
-value measured later. Here each step of each round is given to one variant, and in the next round to the next variant:
-all see the same data, the same caches and the same load. A round's value is the median of its steps, a row's the median
-of its rounds; the ratio is taken inside each round, and its smallest and largest are reported next to its median.
+The speed of a machine drifts by a tenth from minute to minute, so a limit that is measured now cannot be compared with
+a value of the store that is measured later. Therefore each step of a round belongs to one variant, and in the next
+round to the next variant. All variants run with the same data, caches and load. The value of a round is the median of
+its steps, and the value of a row is the median of its rounds. The ratio is computed inside each round; the report has
+its median, minimum and maximum.
 
-Worked example: limit 10, 11, 30 us and ours 12, 12, 33 us in three rounds give ratios 1.2, 1.09, 1.1: the third round
-was slow for both, which does not affect its ratio of 1.1.
+Worked example: limit 10, 11, 30 us and ours 12, 12, 33 us in three rounds give ratios 1.2, 1.09, 1.1. The machine was
+slow in the third round, which does not affect the ratio of that round.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ Seconds = list[list[float]]  # [rounds][steps]
 
 
 class BenchFailed(KVStoreError):
-    """A row could not be measured, or what it measured was wrong (wrong bytes, missing pages). Not a missed bar."""
+    """A row could not be measured, or found wrong bytes or missing pages. A missed bar is not a failure."""
 
 
 class NotMeasured(KVStoreError):
-    """A row that this machine cannot measure, because something optional is missing. Not a failure."""
+    """This machine cannot measure a row, because something optional is missing. Not a failure."""
 
 
 class Kind(StrEnum):
-    """The kind of a row's numbers, which decides the direction of its ratio."""
+    """The unit of a row's numbers, and the direction of its ratio."""
 
     SPEED = "speed"  # bytes/s; ratio = ours / limit, more is better
     TIME = "time"  # s; ratio = ours / limit, less is better
@@ -50,7 +51,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Bar:
-    """The value that a row has to reach: of the ratio, or of ours if there is no limit to compare with."""
+    """The value that a row has to reach: for its ratio, or for the store's own value (``of_ratio=False``)."""
 
     value: float
     at_least: bool = True
@@ -59,11 +60,11 @@ class Bar:
 
     @property
     def text(self) -> str:
-        """``>= 0.94``, ``<= 2 s``."""
+        """The bar as text: ``>= 0.94``, ``<= 2 s``."""
         return f"{'>=' if self.at_least else '<='} {self.value:g}{self.unit and ' ' + self.unit}"
 
     def met(self, value: float) -> bool:
-        """Return whether ``value`` (the ratio, or ours) reaches the bar."""
+        """Return True if ``value`` (the ratio, or the store's own value) reaches the bar."""
         return value >= self.value if self.at_least else value <= self.value
 
 
@@ -96,21 +97,21 @@ def result(
     details: Mapping[str, Any] | None = None,
     sound: bool = True,
 ) -> Result:
-    """Make a line from one value per round.
+    """Return a line of the report, from one value per round.
 
     Args:
-        ours, limit: values of that ``kind``, one per round; ``limit`` is optional.
-        sound: False if the bar counts as missed regardless of the numbers.
+        ours, limit: values of the store and of the limit; ``limit`` is optional.
+        sound: False if the bar is missed regardless of the numbers.
     """
     if not ours or (limit and len(limit) != len(ours)):
-        raise BenchFailed(f"{name}: {len(ours)} rounds of ours and {len(limit)} of the limit make no ratio")
+        raise BenchFailed(f"{name}: the store has {len(ours)} rounds, and the limit {len(limit)}")
     inverse = kind is Kind.GAIN
     ratios = [(them / us) if inverse else (us / them) for us, them in zip(ours, limit, strict=True)] if limit else []
     ratio = statistics.median(ratios) if ratios else None
-    mine = statistics.median(ours)
+    ours_median = statistics.median(ours)
     met = None
     if bar is not None:
-        value = ratio if bar.of_ratio else mine
+        value = ratio if bar.of_ratio else ours_median
         if value is None:
             raise BenchFailed(f"{name}: its bar is a ratio, but it has no limit")
         met = bar.met(value) and sound
@@ -119,7 +120,7 @@ def result(
         kind,
         limit_is,
         statistics.median(limit) if limit else None,
-        mine,
+        ours_median,
         ratio,
         min(ratios, default=None),
         max(ratios, default=None),
@@ -138,18 +139,18 @@ def alternate(
     check: Callable[[str, object], None],
     before_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Seconds]:
-    """Return the seconds of every step of every variant, ``[rounds][steps]``; variants alternate by step.
+    """Run the variants alternately, and return the seconds of every step of each one, ``[rounds][steps]``.
 
     Args:
         variants: the timed functions, called with the result of ``prepare``.
-        steps: passed to ``prepare`` in this order; at least as many as variants.
-        prepare: not timed, the same for all variants.
-        check: called with the variant and its value, not timed; raises if the value is wrong.
-        before_round: not timed.
+        steps: arguments for ``prepare``, in order; at least one per variant.
+        prepare: returns the argument of a variant; not timed.
+        check: called with the variant's name and result, not timed; raises if the result is wrong.
+        before_round: called before each round; not timed.
     """
     names = list(variants)
     if len(steps) < len(names):
-        raise BenchFailed(f"{len(steps)} steps cannot serve {len(names)} variants")
+        raise BenchFailed(f"{len(names)} variants need at least as many steps (got {len(steps)})")
     seconds: dict[str, Seconds] = {name: [] for name in names}
     clock = time.perf_counter_ns
     for turn in range(rounds):
@@ -157,9 +158,9 @@ def alternate(
         times: dict[str, list[float]] = {name: [] for name in names}
         for i, step in enumerate(steps):
             name = names[(i + turn) % len(names)]
-            variant, given = variants[name], prepare(step)
+            variant, argument = variants[name], prepare(step)
             start = clock()
-            value = variant(given)
+            value = variant(argument)
             stop = clock()
             times[name].append((stop - start) / 1e9)
             check(name, value)
@@ -174,7 +175,7 @@ def medians(seconds: Seconds) -> list[float]:
 
 
 def quickest(seconds: Mapping[str, Seconds], names: Sequence[str]) -> str:
-    """Return the fastest of several ways to reach a limit in this run, since the limit is the best of them."""
+    """Return the name of the fastest of several ways to reach a limit in this run."""
     return min(names, key=lambda name: statistics.median(medians(seconds[name])))
 
 

@@ -1,5 +1,4 @@
-"""Rows about copies between host memory and a GPU's: pages in their frames, compared with one plain copy of the same
-size.
+"""Rows about copies between host memory and GPU memory: pages in frames, compared with one plain copy of the same size.
 
 Both sides are pinned, also for the limit. Frames are in random order, so that no two pieces can be merged.
 """
@@ -21,7 +20,7 @@ from kvstore.device.host_memory import empty
 
 BATCH_BYTES: Final = 64 * MIB
 BATCH_BYTES_QUICK: Final = 8 * MIB
-STEPS: Final = 20  # of each variant in a round
+STEPS: Final = 20  # steps per variant and round
 COPY_S: Final = 30.0
 PLAIN: Final = "one plain pinned copy"
 
@@ -30,7 +29,7 @@ Copy = Callable[[Addresses, Addresses, Addresses], None]
 
 
 class CopiedFrames:
-    """Half of the frames of one length in host memory and in a device's, in random order.
+    """Memory of the host and of a device, and half of the frames in each, in random order.
 
     Life: made -> copied in both directions -> ``verify`` -> ``close``.
     """
@@ -39,13 +38,13 @@ class CopiedFrames:
         self.device = device
         self.nbytes = nbytes
         self._host = empty(2 * nbytes)
-        chance = np.random.default_rng(length)
-        self._host[:] = chance.integers(0, 256, 2 * nbytes, np.uint8)
+        random = np.random.default_rng(length)
+        self._host[:] = random.integers(0, 256, 2 * nbytes, np.uint8)
         device.register(self._host)
         self._memory = device.allocate(2 * nbytes)
         self.stream, self.other = device.stream(), device.stream()
-        places = [chance.permutation(2 * nbytes // length)[: nbytes // length] for _ in range(2)]
-        here, there = (places.astype(np.uint64) * np.uint64(length) for places in places)
+        places = [random.permutation(2 * nbytes // length)[: nbytes // length] for _ in range(2)]
+        here, there = (frames.astype(np.uint64) * np.uint64(length) for frames in places)
         lengths = np.full(nbytes // length, length, np.uint64)
         host, memory = self._host.ctypes.data + here, self._memory.address + there
         self.to_device: Pieces = memory, host, lengths
@@ -53,22 +52,22 @@ class CopiedFrames:
         self._frames = here
 
     def plain(self, back: bool = False) -> Pieces:
-        """Return one plain copy of the same size in one direction."""
+        """Return the pieces of one plain copy of the same size, in one direction."""
         ends = [np.array([end], np.uint64) for end in (self._memory.address, self._host.ctypes.data)]
         target, source = reversed(ends) if back else ends
         return target, source, np.array([self.nbytes], np.uint64)
 
     def verify(self) -> None:
         """Copy every frame to the device and back. Raises BenchFailed if a byte differs."""
-        was = self._host.copy()
-        done(self.stream, self.stream.copy, self.to_device)
+        expected = self._host.copy()
+        copy_and_wait(self.stream, self.stream.copy, self.to_device)
         first, length = self._host.ctypes.data, self.to_host[2]
         self._host[:] = 0
-        done(self.stream, self.stream.copy, self.to_host)
+        copy_and_wait(self.stream, self.stream.copy, self.to_host)
         for start, size in zip((self.to_host[0] - np.uint64(first)).tolist(), length.tolist(), strict=True):
-            if (self._host[start : start + size] != was[start : start + size]).any():
+            if (self._host[start : start + size] != expected[start : start + size]).any():
                 raise BenchFailed("a copy to the device and back changed bytes")
-        self._host[:] = was
+        self._host[:] = expected
 
     def close(self) -> None:
         """Free the memory. No copy may be in progress."""
@@ -76,15 +75,15 @@ class CopiedFrames:
         self.device.unregister(self._host)
 
 
-def done(stream: DeviceStream, copy: Copy, pieces: Pieces) -> None:
-    """Copy, and wait until it is done."""
+def copy_and_wait(stream: DeviceStream, copy: Copy, pieces: Pieces) -> None:
+    """Copy the pieces, and wait until the copy is done."""
     copy(*pieces)
     stream.record().wait(time.monotonic() + COPY_S)
 
 
 def one_way(stage: Stage, name: str, bar: Bar | None, length: int, back: bool) -> list[Result]:
-    """Copy frames of one length in the way that the device chooses, and by ``.kernel`` and ``.engines``. Raises
-    NotMeasured."""
+    """Measure copies of frames in one direction: in the way that the device chooses, with the kernel (``.kernel``) and
+    with the copy engines (``.engines``). Raises NotMeasured."""
     device = _device()
     with closing(CopiedFrames(device, length, _batch(stage))) as frames:
         frames.verify()
@@ -100,7 +99,7 @@ def one_way(stage: Stage, name: str, bar: Bar | None, length: int, back: bool) -
 
 
 def both_ways(stage: Stage, name: str, bar: Bar | None, length: int) -> list[Result]:
-    """Copy frames to the device and others from it at the same time, on two streams. Raises NotMeasured."""
+    """Measure copies to the device and from it at the same time, on two streams. Raises NotMeasured."""
     device = _device()
     nbytes = _batch(stage)
     with closing(CopiedFrames(device, length, nbytes)) as there, closing(CopiedFrames(device, length, nbytes)) as back:
@@ -109,7 +108,7 @@ def both_ways(stage: Stage, name: str, bar: Bar | None, length: int) -> list[Res
 
         def both(first: Pieces, second: Pieces) -> None:
             there.stream.copy(*first)
-            done(back.stream, back.stream.copy, second)
+            copy_and_wait(back.stream, back.stream.copy, second)
             there.stream.record().wait(time.monotonic() + COPY_S)
 
         variants: dict[str, Callable[[int], object]] = {
@@ -122,7 +121,8 @@ def both_ways(stage: Stage, name: str, bar: Bar | None, length: int) -> list[Res
 def lines(
     stage: Stage, name: str, bar: Bar | None, variants: Mapping[str, Callable[[int], object]], nbytes: int
 ) -> list[Result]:
-    """Return ``ours`` compared with ``limit``, and each other variant in a separate line without a bar."""
+    """Measure all variants. Return a line for ``ours``, and a line without a bar for each other one, all compared with
+    ``limit``."""
     rounds = stage.settings.rounds
     steps = range(len(variants) * (2 if stage.settings.quick else STEPS))
     seconds = alternate(variants, steps, rounds, lambda step: step, lambda variant, value: None)
@@ -142,12 +142,12 @@ def lines(
 
 
 def _timed(stream: DeviceStream, copy: Copy, pieces: Pieces) -> Callable[[int], object]:
-    return lambda _: done(stream, copy, pieces)
+    return lambda _: copy_and_wait(stream, copy, pieces)
 
 
 def _ways(device: cuda.CudaDevice, stream: cuda.CudaStream) -> dict[str, Copy]:
-    found: dict[str, Copy] = {"engines": stream.copy_by_engines}
-    return found if device.kernel_missing else {**found, "kernel": stream.copy_by_kernel}
+    ways: dict[str, Copy] = {"engines": stream.copy_by_engines}
+    return ways if device.kernel_missing else {**ways, "kernel": stream.copy_by_kernel}
 
 
 def _device() -> cuda.CudaDevice:

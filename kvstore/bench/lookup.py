@@ -1,4 +1,4 @@
-"""Rows about keys: making them, and finding the longest stored prefix."""
+"""Rows about keys: the computation of keys, and the lookup of the longest stored prefix."""
 
 from __future__ import annotations
 
@@ -27,56 +27,55 @@ STEPS_LOOKUP = 2000
 STEPS_KEYS = 60
 PROMPT_TOKENS = 128 * 1024
 
-# variant -> pages it finds
+# The number of pages that each variant finds.
 EXPECTED = {"full": CHAIN_PAGES, "half": CHAIN_PAGES // 2, "miss": 0, "lmdb": CHAIN_PAGES}
 
 Prompt = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], list[bytes]]
 
 
 class Lookups:
-    """Lookups of chains of 512 pages that are fully stored, half stored or not stored; and reads of the index
-    itself."""
+    """Lookups of chains that are fully stored, half stored or not stored, and gets from the index itself."""
 
     def __init__(self, cache: PrefixCache, index: Index, work: BenchWork) -> None:
         self._cache = cache
         self._index = index
         full = [work.tokens(chain) for chain in range(work.chains)]
         middle = len(full[0]) // 2
-        other = [tokens_of(7, chain, middle) for chain in range(work.chains)]
-        pairs = list(zip(full, other, strict=True))
-        half = [np.concatenate([stored[:middle], strange]) for stored, strange in pairs]
-        miss = [np.concatenate([strange, stored[middle:]]) for stored, strange in pairs]
-        self._asked = {"full": full, "half": half, "miss": miss, "lmdb": full}
+        other_tokens = [tokens_of(7, chain, middle) for chain in range(work.chains)]
+        pairs = list(zip(full, other_tokens, strict=True))
+        half = [np.concatenate([stored[:middle], other]) for stored, other in pairs]
+        miss = [np.concatenate([other, stored[middle:]]) for stored, other in pairs]
+        self._tokens = {"full": full, "half": half, "miss": miss, "lmdb": full}
 
     def prepare(self, chain: int) -> dict[str, Keys]:
-        """New keys for every variant."""
-        return {variant: self._cache.keys(tokens[chain]) for variant, tokens in self._asked.items()}
+        """Return new keys for every variant."""
+        return {variant: self._cache.keys(tokens[chain]) for variant, tokens in self._tokens.items()}
 
-    def full(self, given: dict[str, Keys]) -> int:
-        """Ours: everything is stored."""
-        return self._cache.lookup(given["full"]).pages
+    def full(self, keys: dict[str, Keys]) -> int:
+        """Look up a chain that is fully stored."""
+        return self._cache.lookup(keys["full"]).pages
 
-    def half(self, given: dict[str, Keys]) -> int:
-        """Ours: the first half is stored."""
-        return self._cache.lookup(given["half"]).pages
+    def half(self, keys: dict[str, Keys]) -> int:
+        """Look up a chain whose first half is stored."""
+        return self._cache.lookup(keys["half"]).pages
 
-    def miss(self, given: dict[str, Keys]) -> int:
-        """Ours: nothing is stored."""
-        return self._cache.lookup(given["miss"]).pages
+    def miss(self, keys: dict[str, Keys]) -> int:
+        """Look up a chain of which no page is stored."""
+        return self._cache.lookup(keys["miss"]).pages
 
-    def lmdb(self, given: dict[str, Keys]) -> int:
-        """Limit: one get per key in one read transaction of the same environment."""
-        found = self._index.find_many(Tier.DRAM, given["lmdb"].hashes)
-        return len(found) - found.count(None)
+    def lmdb(self, keys: dict[str, Keys]) -> int:
+        """Get every key from the index in one read transaction: the limit."""
+        addresses = self._index.find_many(Tier.DRAM, keys["lmdb"].hashes)
+        return len(addresses) - addresses.count(None)
 
     def check(self, variant: str, value: object) -> None:
-        """Raise BenchFailed if the number of pages found is not the number stored."""
+        """Raise BenchFailed if a variant did not find the expected number of pages."""
         if value != EXPECTED[variant]:
             raise BenchFailed(f"{variant}: found {value} of {EXPECTED[variant]} pages")
 
 
 def lookup(stage: Stage, name: str, bar: Bar) -> list[Result]:
-    """Look up chains of 512 pages that are fully stored, half stored or absent, compared with 512 gets from LMDB."""
+    """Measure lookups of 512 pages that are fully stored, half stored or absent, compared with 512 gets from LMDB."""
     stage.clear()
     settings = stage.settings
     work = BenchWork("4k", seed=6, chains=8 if settings.quick else CHAINS, pages=CHAIN_PAGES)
@@ -105,7 +104,7 @@ def lookup(stage: Stage, name: str, bar: Bar) -> list[Result]:
 
 
 def _index(scene: ExitStack, folder: Path) -> Index:
-    """Open the node's own index for plain gets in this process; closed with ``scene``."""
+    """Open the node's index for plain gets in this process. It is closed with ``scene``."""
     node = NodeFolder.at(folder)
     header = Header.open(node)
     if header is None:
@@ -119,7 +118,7 @@ def _index(scene: ExitStack, folder: Path) -> Index:
 
 
 class Prompts:
-    """Prompts of 128k tokens; for the limit, already split into the bytes of their pages."""
+    """Prompts of 128k tokens, also split into the bytes of their pages for the limit."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
@@ -132,29 +131,29 @@ class Prompts:
         self._expected = self._cache.keys(tokens).links[-1]
         return tokens, tokens.astype(np.int64), [data[i : i + width] for i in range(0, len(data), width)]
 
-    def keys(self, given: Prompt) -> bytes:
-        """Make keys from uint32: ours."""
-        return self._cache.keys(given[0]).links[-1]
+    def keys(self, prompt: Prompt) -> bytes:
+        """Compute the keys from uint32 tokens."""
+        return self._cache.keys(prompt[0]).links[-1]
 
-    def int64(self, given: Prompt) -> bytes:
-        """Make keys from int64, the type of most tokenizers' arrays: ours."""
-        return self._cache.keys(given[1]).links[-1]
+    def int64(self, prompt: Prompt) -> bytes:
+        """Compute the keys from int64 tokens, the type of most tokenizers' arrays."""
+        return self._cache.keys(prompt[1]).links[-1]
 
-    def hashing(self, given: Prompt) -> bytes:
+    def hashing(self, prompt: Prompt) -> bytes:
         """Compute only the chained hash: the limit."""
         key, digest = self._cache.root, xxhash.xxh3_128_digest
-        for part in given[2]:
+        for part in prompt[2]:
             key = digest(key + part)
         return key
 
     def check(self, variant: str, value: object) -> None:
-        """Raise BenchFailed if two ways give different keys."""
+        """Raise BenchFailed if a variant computes another last key."""
         if value != self._expected:
             raise BenchFailed(f"{variant}: the last key differs")
 
 
 def keys(stage: Stage, name: str, bar: Bar) -> list[Result]:
-    """Make the keys of a prompt of 128k tokens in pages of 64, from an ndarray, compared with only hashing its
+    """Measure the keys of a prompt of 128k tokens in pages of 64, from an ndarray, compared with only hashing its
     pages."""
     settings = stage.settings
     with kvstore.open(dram="16MiB", shm_dir=settings.shm_dir) as store:

@@ -1,4 +1,5 @@
-"""Row about memory: what a node uses in addition to its pages, measured in the files and processes of a real node."""
+"""Row about memory: the memory of a node in addition to its pages, measured in the files and the process of a real
+node."""
 
 from __future__ import annotations
 
@@ -22,25 +23,26 @@ SAMPLES, SAMPLE_S = 10, 0.1
 
 
 def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
-    """A million pages of 32 layers and 64 tokens: index, records without token ids, uses, and the daemon's own memory.
+    """Measure the bytes per page in a node with a million pages of 32 layers and 64 tokens.
 
-    The last is the growth of its private memory while the pages were put: free frames, eviction order, generations and
-    everything else that it keeps. Index and tables are counted by memory in use, not by file lengths.
+    The sum has the index, records without token ids, uses, and the growth of the daemon's private memory while the
+    pages were put (free frames, eviction order, generations and so on). Index and tables count with their memory in
+    use, not with their file lengths.
     """
     stage.clear()
     settings = stage.settings
     work = BenchWork("4k", seed=9, chains=1, pages=CHAIN_PAGES)
-    room = settings.bounded((PAGES_QUICK if settings.quick else PAGES) * work.layout.page_bytes)
-    pool_bytes = room // settings.extent_bytes * settings.extent_bytes
+    memory_bytes = settings.bounded((PAGES_QUICK if settings.quick else PAGES) * work.layout.page_bytes)
+    pool_bytes = memory_bytes // settings.extent_bytes * settings.extent_bytes
     work = BenchWork(
         "4k", seed=9, chains=pool_bytes // work.chain_bytes - 1, pages=CHAIN_PAGES
-    )  # one less, for frames granted ahead
+    )  # one chain less, for frames that are granted ahead
     with ExitStack() as scene:
         daemon = stage.daemon(scene, pool_bytes)
         before = daemon.memory_bytes()
         stage.write(daemon, work)
-        after = _at_work(daemon, scene.enter_context(connect(daemon.name)))
-        files = _in_use(daemon.folder)
+        after = _memory_while_scrubbing(daemon, scene.enter_context(connect(daemon.name)))
+        files = _table_bytes(daemon.folder)
     pages = work.chains * work.pages
     parts = {
         "index": files["index"] / pages,
@@ -59,9 +61,9 @@ def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
     return [result(name, Kind.COUNT, [sum(parts.values())], bar=bar, details=details)]
 
 
-def _at_work(daemon: Daemon, store: Store) -> dict[str, int]:
-    """Return the daemon's memory while its scrubber checks these pages, at its maximum over some time."""
-    wait_for(lambda: store.stats()["scrubber"]["sweep_pages_left"] > 0, "the scrubber has not begun")
+def _memory_while_scrubbing(daemon: Daemon, store: Store) -> dict[str, int]:
+    """Return the largest of several samples of the daemon's memory while its scrubber checks the pages."""
+    wait_for(lambda: store.stats()["scrubber"]["sweep_pages_left"] > 0, "the scrubber has not started")
     samples = []
     for _ in range(SAMPLES):
         samples.append(daemon.memory_bytes())
@@ -69,8 +71,8 @@ def _at_work(daemon: Daemon, store: Store) -> dict[str, int]:
     return max(samples, key=lambda sample: sample["private"])
 
 
-def _in_use(folder: Path) -> dict[str, int]:
-    """Return the memory of the node's tables and index: for sparse files, the allocated bytes."""
+def _table_bytes(folder: Path) -> dict[str, int]:
+    """Return the allocated bytes of the node's index and tables, whose files are sparse."""
     used = {"index": 0, "records": 0, "uses": 0}
     for path in folder.rglob("*"):
         kind = path.relative_to(folder).parts[0].partition("-")[0]

@@ -1,26 +1,22 @@
-"""Rows that read from NVMe: batches that are no longer in DRAM, compared with O_DIRECT reads of the same ranges.
+"""Rows about NVMe: reads of pages that are no longer in DRAM, and saves of pages from DRAM (demotion).
 
-Another process puts several times as much as the node's DRAM holds; the node saves it, and then evicts the pages still
-in DRAM. Nothing is promoted (``promote_after``), so every read of every round is cold.
+**Reads.** Another process puts several times as many pages as the node's DRAM holds. The node saves all of them, and
+then evicts the pages that are still in DRAM. Nothing is promoted (``promote_after``), so every read of every round is
+cold. The limit reads the same ranges of the same file.
 
-Rows about demotion: how fast DRAM pages are saved to NVMe, and how that affects readers of DRAM.
+**Saves.** A step's pages are put into a node that saves nothing on its own (``demote_at`` 1). Then ``evict`` requests
+the eviction of all of them. No page may leave DRAM before it is saved, so the node saves all, in batches of 32 MiB with
+one sync each. The step ends when the index has the last page of every chain on NVMe, and the pages are durable then.
+The limit writes the same number of bytes into a file of the same size on the same file system, with one fdatasync per
+32 MiB, from large memory pages or from shared memory, whichever is faster. Both files are written for the first time.
 
-A step's pages are put into a node that saves nothing on its own (``demote_at`` 1). Then ``evict`` is called for all of
-them; none may leave before it is saved, so the node saves all, in batches of 32 MiB with one sync each. The step ends
-when the index has every chain's last page on NVMe, which is when it is durable. The limit writes the same number of
-bytes with O_DIRECT into a file of the same size on the same file system, with one fdatasync per 32 MiB: from a buffer
-of large memory pages, or from shared memory like that of the node's pages; the faster way counts. Both files are
-written for the first time.
+**The limit** uses O_DIRECT in this process, with the store's number of threads and page-aligned buffers. It is measured
+in two ways, and the faster one counts: pieces of 1 MiB, which the threads take one by one, or one piece per thread. The
+buffers are in large memory pages if the kernel has them. A request then has few segments, which makes some disks
+(mainly virtual ones) two to three times as fast.
 
-Disk: the folder of a row's files, the disk's speed without a store, and where a node's pages are on it.
-
-The limit of an NVMe row is O_DIRECT in the same process, with as many threads as the store has, into and out of
-page-aligned buffers, in two ways of which the faster one counts: pieces of 1 MiB, which the threads take one by one, or
-one piece per thread. The buffers are of large memory pages where the kernel has them: a request then has few segments,
-which on some disks (virtual ones above all) makes it two to three times as fast.
-
-Worked example: 32 pages of 256 KiB, each after its header, are in two runs of 20 and 12 frames: 5.1 and 3.0 MiB. That
-is six pieces of 1 MiB or less and four such pieces, or two and two quarters: every way reads the same bytes.
+Worked example: 32 pages of 256 KiB with their headers are in two runs of 20 and 12 frames, 5.1 and 3.0 MiB. These are
+six and four pieces of at most 1 MiB, or two and two quarters. All ways read the same bytes.
 """
 
 from __future__ import annotations
@@ -67,15 +63,15 @@ MIB = 1 << 20
 PIECE_BYTES = MIB
 LIMITS = ("pieces_1m", "piece_per_thread")
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
-TABLES_BYTES = MIB  # of a target, for what is not pages
-SPARE_BYTES = 64 * MIB  # left for other programs on the file system
+TABLES_BYTES = MIB  # part of a target without pages
+SPARE_BYTES = 64 * MIB  # remains free on the file system for other programs
 
 Range = tuple[int, int]  # offset, bytes
 Task = Callable[[], int]
 
 
 class Scratch:
-    """A folder for one row, removed with its contents at the end of its ``with``.
+    """A folder for the files of one row. Leaving the ``with`` removes it with its contents.
 
     Raises:
         BenchFailed: the folder does not exist, is not on a disk, or has less than ``needed_bytes`` free.
@@ -89,8 +85,8 @@ class Scratch:
         free_bytes = free.f_bavail * free.f_frsize
         if free_bytes < needed_bytes + SPARE_BYTES:
             raise BenchFailed(
-                f"{folder} has {free_bytes >> 20} MiB free, this row's files take {needed_bytes + SPARE_BYTES >> 20} "
-                "MiB; --dir names another folder"
+                f"{folder} has {free_bytes >> 20} MiB free, and this row needs {needed_bytes + SPARE_BYTES >> 20} MiB; "
+                "--dir names another folder"
             )
         kind = file_system(folder)
         if kind in IN_MEMORY and not quick:
@@ -110,18 +106,18 @@ class Scratch:
 
 
 def file_system(folder: Path) -> str:
-    """Return the kind of a folder's file system, such as ``ext4``; "" if the kernel does not report it."""
+    """Return the type of a folder's file system, such as ``ext4``; "" if the kernel does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         device = os.stat(folder).st_dev
-        wanted = f"{os.major(device)}:{os.minor(device)}"
+        number = f"{os.major(device)}:{os.minor(device)}"
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            if line.split()[2] == wanted:
+            if line.split()[2] == number:
                 return line.partition(" - ")[2].split()[0]
     return ""
 
 
 def target_bytes(pages: int, layout: Layout, extent_bytes: int) -> int:
-    """Return the size of an NVMe target for ``pages`` pages and one more extent."""
+    """Return the size of an NVMe target for ``pages`` pages and one spare extent."""
     frames = geometry.frames_in(extent_bytes, frame_class_of(layout))
     return (-(-pages // frames) + 1) * extent_bytes + TABLES_BYTES
 
@@ -132,17 +128,18 @@ def frame_class_of(layout: Layout) -> FrameClass:
 
 
 def warm_buffer(nbytes: int) -> Rows:
-    """Return memory in large pages (if the kernel has them) that was already written to."""
+    """Return memory that was already written to, in large memory pages if the kernel has them."""
     rows = large_buffer(nbytes)[:nbytes]
     rows[:] = 1
     return rows
 
 
 class RawFile:
-    """A file that ``IO_THREADS`` threads read or write without the page cache. Ends with ``with``.
+    """A file that ``IO_THREADS`` threads read or write without the page cache. Leaving the ``with`` closes it.
 
     Args:
-        create_bytes: create an unnamed file of this size, which is deleted with the process; 0 to open an existing one.
+        create_bytes: create an unnamed file of this size, which the kernel deletes at the end. 0 opens an existing
+        file.
 
     Attributes:
         buffer: the memory for reads and writes.
@@ -166,15 +163,15 @@ class RawFile:
         self.buffer = warm_buffer(buffer_bytes)
 
     def reads(self, ranges: Sequence[Range], how: str) -> list[Task]:
-        """Return the tasks for ``run`` to read these ranges one after the other into ``buffer``."""
+        """Return the tasks with which ``run`` reads these ranges into ``buffer``, one range after the other."""
         return [partial(self._pieces, os.preadv, pieces) for pieces in self._cut(ranges, how)]
 
     def writes(self, ranges: Sequence[Range], how: str, source: Rows | None = None) -> list[Task]:
-        """Return the tasks for ``run`` to write these ranges from the start of ``source``, or of ``buffer``."""
+        """Return the tasks with which ``run`` writes these ranges from ``source``, or from ``buffer``."""
         return [partial(self._pieces, os.pwritev, pieces) for pieces in self._cut(ranges, how, source)]
 
     def run(self, tasks: Sequence[Task]) -> int:
-        """Perform tasks; return the bytes moved. Raises BenchFailed."""
+        """Run the tasks; return the number of bytes moved. Raises BenchFailed."""
         total = 0
         for moved in self._io.run(tasks):
             if isinstance(moved, OSError | KVStoreError):
@@ -183,26 +180,26 @@ class RawFile:
         return total
 
     def sync(self) -> None:
-        """Make written data survive a power loss."""
+        """Make the written data durable."""
         os.fdatasync(self._fd)
 
     def _cut(self, ranges: Sequence[Range], how: str, buffer: Rows | None = None) -> list[list[tuple[Rows, int]]]:
-        """Return the pieces ``(part of the buffer, offset)`` of every task."""
+        """Return the pieces of every task, each a part of the buffer and an offset in the file."""
         memory, total = self.buffer if buffer is None else buffer, sum(nbytes for _, nbytes in ranges)
         per_thread = -(-total // (IO_THREADS * BLOCK_BYTES)) * BLOCK_BYTES
         share = {"pieces_1m": PIECE_BYTES, "piece_per_thread": per_thread}[how]
         tasks: list[list[tuple[Rows, int]]] = []
-        at, left = 0, 0  # in the buffer; of the task's share
+        at, remaining = 0, 0  # position in the buffer; bytes that the current task may still take
         for offset, nbytes in ranges:
             while nbytes:
-                if not left:
+                if not remaining:
                     tasks.append([])
-                    left = share
-                step = min(nbytes, left)
+                    remaining = share
+                step = min(nbytes, remaining)
                 tasks[-1].append((memory[at : at + step], offset))
-                at, offset, nbytes, left = at + step, offset + step, nbytes - step, left - step
+                at, offset, nbytes, remaining = at + step, offset + step, nbytes - step, remaining - step
                 if how == "pieces_1m" and step < PIECE_BYTES:
-                    left = 0  # a run's end: no task has two pieces
+                    remaining = 0  # the end of a run: no task has two pieces
         return tasks
 
     def _pieces(self, call: Callable[[int, list[Any], int], int], pieces: list[tuple[Rows, int]]) -> int:
@@ -225,16 +222,16 @@ class RawFile:
 
 
 @dataclass(frozen=True)
-class Where:
-    """Finds a node's NVMe pages from its files. For nodes with one target, while no pages move."""
+class PageFinder:
+    """Finds the NVMe pages of a node in its files. For nodes with one target, while no pages move."""
 
     folder: NodeFolder
     index: Index
     frame_class: FrameClass
 
     @classmethod
-    def of(cls, shm_dir: Path, node: str, layout: Layout) -> Where:
-        """Open the files of a node. Raises BenchFailed if it does not exist."""
+    def of(cls, shm_dir: Path, node: str, layout: Layout) -> PageFinder:
+        """Open the files of a node. Raises BenchFailed if the node has no index."""
         folder = NodeFolder.at(shm_dir / f"{PREFIX}{node}")
         header = Header.open(folder)
         index = Index.open_reader(folder, header.epoch) if header is not None else None
@@ -243,14 +240,14 @@ class Where:
         return cls(folder, index, frame_class_of(layout))
 
     def saved(self, hashes: Sequence[bytes]) -> bool:
-        """Return whether all of these are durable on NVMe."""
+        """Return True if all pages with these keys are durable on NVMe."""
         try:
             return None not in self.index.find_many(Tier.NVME, hashes)
         except IndexDamaged as error:
             raise BenchFailed(f"the index was replaced: {error}") from None
 
     def ranges(self, chains: Sequence[Sequence[bytes]]) -> list[list[Range]]:
-        """Return where each chain's pages are, including headers; consecutive frames are one range.
+        """Return the ranges of each chain's pages with their headers. Consecutive frames are one range.
 
         Raises:
             BenchFailed: a page is not on NVMe, or its device cannot be read.
@@ -259,10 +256,10 @@ class Where:
         if map_ is None:
             raise BenchFailed(f"{self.folder.name} has no NVMe to read")
         tables: dict[int, ExtentTable] = {}
-        found: list[list[Range]] = []
+        ranges: list[list[Range]] = []
         try:
             for hashes in chains:
-                found.append([])
+                ranges.append([])
                 for raw in self.index.find_many(Tier.NVME, hashes):
                     if raw is None:
                         raise BenchFailed("a page is not on NVMe")
@@ -272,10 +269,10 @@ class Where:
                     if table is None or place is None:
                         raise BenchFailed(f"extent {number} cannot be read")
                     tables[number] = table
-                    _append(found[-1], place.offset, geometry.stride_bytes(self.frame_class))
+                    _append(ranges[-1], place.offset, geometry.stride_bytes(self.frame_class))
         finally:
             map_.close()
-        return found
+        return ranges
 
     def close(self) -> None:
         """Close the index."""
@@ -295,31 +292,30 @@ DRAM_EXTENT_BYTES = 32 * MIB
 NVME_EXTENT_BYTES = 256 * MIB
 SAVED_BYTES_QUICK, DRAM_BYTES_QUICK, EXTENT_BYTES_QUICK = 96 * MIB, 48 * MIB, 16 * MIB
 BATCH_PAGES, BATCH_PAGES_QUICK = 32, 8
-NEVER = 255  # reads after which a page is promoted: more than any round makes
+NEVER = 255  # ``promote_after``: more reads of a page than all rounds make
 VACATE_S = 60.0
 
 
 def plan(geometry: str, quick: bool, seed: int) -> BenchWork:
     """Return the pages of a row about NVMe."""
     pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
-    wanted = SAVED_BYTES_QUICK if quick else SAVED_BYTES[geometry]
-    return BenchWork(geometry, seed, chains=wanted // (pages * LAYOUTS[geometry].page_bytes), pages=pages)
+    saved_bytes = SAVED_BYTES_QUICK if quick else SAVED_BYTES[geometry]
+    return BenchWork(geometry, seed, chains=saved_bytes // (pages * LAYOUTS[geometry].page_bytes), pages=pages)
 
 
 def target(
     stage: Stage, scene: ExitStack, work: BenchWork, settings: Mapping[str, object], more_bytes: int = 0
 ) -> tuple[Scratch, dict[str, object]]:
-    """Return a folder for the row, and the settings of a node with an NVMe file in it that is large enough for
-    ``work``.
+    """Return a folder for the row, and the settings of a node with an NVMe file in it for ``work``.
 
-    The folder's file system needs ``more_bytes`` in addition.
+    The folder also has space for ``more_bytes``.
     """
     quick = stage.settings.quick
     extent_bytes = EXTENT_BYTES_QUICK if quick else NVME_EXTENT_BYTES
     size_bytes = target_bytes(work.chains * work.pages, work.layout, extent_bytes)
     scratch = scene.enter_context(Scratch(stage.settings.dir, size_bytes + more_bytes, quick=quick))
-    given = {"nvme": f"{scratch.path / 'pages'}:{size_bytes}", "nvme_extent": extent_bytes}
-    return scratch, {**given, "eviction": "lru", **settings}  # the last pages put stay, which rows rely on
+    nvme_settings = {"nvme": f"{scratch.path / 'pages'}:{size_bytes}", "nvme_extent": extent_bytes}
+    return scratch, {**nvme_settings, "eviction": "lru", **settings}  # with lru the last pages put stay
 
 
 @dataclass
@@ -330,86 +326,85 @@ class SavedPages:
     store: Store
     work: BenchWork
     scratch: Scratch
-    fill_s: float  # time to put and save them
+    fill_s: float  # time to put and save the pages
 
 
 def saved(stage: Stage, scene: ExitStack, geometry: str, seed: int, settings: Mapping[str, object]) -> SavedPages:
-    """Start such a node, ended with ``scene``. DRAM still holds as many pages as fit."""
+    """Start a node with saved pages, which ends with ``scene``. DRAM still has as many pages as fit."""
     stage.clear()
     work = plan(geometry, stage.settings.quick, seed)
     dram_bytes = DRAM_BYTES_QUICK if stage.settings.quick else DRAM_BYTES
     extent_bytes = EXTENT_BYTES_QUICK if stage.settings.quick else DRAM_EXTENT_BYTES
-    scratch, given = target(stage, scene, work, settings)
-    daemon = stage.daemon(scene, stage.settings.bounded(dram_bytes), extent_bytes, given)
+    scratch, node_settings = target(stage, scene, work, settings)
+    daemon = stage.daemon(scene, stage.settings.bounded(dram_bytes), extent_bytes, node_settings)
     store = scene.enter_context(connect(daemon.name))
     return SavedPages(daemon, store, work, scratch, stage.write(daemon, work))
 
 
 def vacate(store: Store, pages: int = 0) -> None:
-    """Evict until DRAM has at most ``pages`` pages; those that are not on NVMe yet are saved first."""
+    """Evict until DRAM has at most ``pages`` pages. The node saves pages that are not on NVMe yet."""
 
-    def gone() -> bool:
-        left = int(store.stats()["tiers"]["dram"]["pages"]) - pages
-        if left > 0:
-            store.evict(pages=left)
-        return left <= 0
+    def is_done() -> bool:
+        excess = int(store.stats()["tiers"]["dram"]["pages"]) - pages
+        if excess > 0:
+            store.evict(pages=excess)
+        return excess <= 0
 
-    wait_for(gone, f"{store.name}: pages do not leave DRAM", VACATE_S)
+    wait_for(is_done, f"{store.name}: pages do not leave DRAM", VACATE_S)
 
 
 class Chain(NamedTuple):
-    """One batch: its tokens, and the reads of each limit."""
+    """A chain: its tokens, and the tasks with which each way of the limit reads it."""
 
     tokens: Any
     tasks: dict[str, list[Task]]
     runs: int  # runs of consecutive frames in the file
 
 
-Given = tuple[Chain, Keys]
+Batch = tuple[Chain, Keys]
 
 
 class ColdReading:
-    """Reads all chains of a ``SavedPages``, none of which are in DRAM."""
+    """Reads all chains of a ``SavedPages``, none of which is in DRAM."""
 
-    def __init__(self, cold: SavedPages, where: Where, raw: RawFile) -> None:
+    def __init__(self, cold: SavedPages, finder: PageFinder, raw: RawFile) -> None:
         work = cold.work
         self.work = work
         self.raw = raw
-        self.stride = nvme_geometry.stride_bytes(where.frame_class)
-        self.header_bytes = nvme_geometry.header_bytes(where.frame_class)
+        self.stride = nvme_geometry.stride_bytes(finder.frame_class)
+        self.header_bytes = nvme_geometry.header_bytes(finder.frame_class)
         self.cache = cold.store.cache(work.layout)
         self.content = Content(work.layout.page_bytes)
         shape = work.pages, work.layout.page_bytes
         self.out: Rows = warm_buffer(work.chain_bytes).reshape(shape)
         tokens = [work.tokens(chain) for chain in range(work.chains)]
-        ranges = where.ranges([self.cache.keys(each).hashes for each in tokens])
+        ranges = finder.ranges([self.cache.keys(each).hashes for each in tokens])
         self.chains = [
-            Chain(each, {how: raw.reads(lies, how) for how in LIMITS}, len(lies))
-            for each, lies in zip(tokens, ranges, strict=True)
+            Chain(each, {how: raw.reads(runs, how) for how in LIMITS}, len(runs))
+            for each, runs in zip(tokens, ranges, strict=True)
         ]
 
-    def prepare(self, chain: int) -> Given:
-        """Return the arguments of the variants, with new keys that no verb has used."""
-        found = self.chains[chain]
-        return found, self.cache.keys(found.tokens)
+    def prepare(self, chain: int) -> Batch:
+        """Return the arguments of the variants, with new keys that no call has used."""
+        return self.chains[chain], self.cache.keys(self.chains[chain].tokens)
 
-    def variants(self) -> dict[str, Callable[[Given], int]]:
-        """Return the variants: ours, and the two ways of the limit."""
+    def variants(self) -> dict[str, Callable[[Batch], int]]:
+        """Return the variants by name: the store's get, and the two ways of the limit."""
         get, out, run = self.cache.get, self.out, self.raw.run
         return {
-            "get": lambda given: get(given[1], out).pages,
-            "pieces_1m": lambda given: run(given[0].tasks["pieces_1m"]),
-            "piece_per_thread": lambda given: run(given[0].tasks["piece_per_thread"]),
+            "get": lambda batch: get(batch[1], out).pages,
+            "pieces_1m": lambda batch: run(batch[0].tasks["pieces_1m"]),
+            "piece_per_thread": lambda batch: run(batch[0].tasks["piece_per_thread"]),
         }
 
     def check(self, variant: str, value: object) -> None:
         """Raise BenchFailed if less than the whole chain was read."""
-        wanted = self.work.pages if variant == "get" else self.work.pages * self.stride
-        if value != wanted:
-            raise BenchFailed(f"{variant} brought {value} of {wanted}")
+        expected, unit = (self.work.pages, "pages") if variant == "get" else (self.work.pages * self.stride, "bytes")
+        if value != expected:
+            raise BenchFailed(f"{variant} read {value} of {expected} {unit}")
 
     def verify(self) -> None:
-        """Check every byte of every chain, read by ours and by one other variant each. Raises BenchFailed."""
+        """Read every chain by ``get`` and by one more variant, and check every byte. Raises BenchFailed."""
         variants = self.variants()
         names = list(variants)
         frames = self.raw.buffer[: self.work.pages * self.stride].reshape(self.work.pages, self.stride)
@@ -418,28 +413,28 @@ class ColdReading:
         for chain in range(self.work.chains):
             for name in dict.fromkeys(("get", names[chain % len(names)])):
                 rows[name][:, ::4096] = 0
-                given = self.prepare(chain)
-                self.check(name, variants[name](given))
-                self.content.check(rows[name], given[1].hashes, f"{name} of chain {chain}")
+                batch = self.prepare(chain)
+                self.check(name, variants[name](batch))
+                self.content.check(rows[name], batch[1].hashes, f"{name} of chain {chain}")
 
 
 def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Batches of 32 pages that are on NVMe only, keys given, all checks on, into a page-aligned warm buffer."""
+    """Measure gets of 32 pages that are only on NVMe, with all checks, into a page-aligned warm buffer."""
     with ExitStack() as scene:
         cold = saved(stage, scene, geometry, 21, {"promote_after": NEVER})
         vacate(cold.store)
-        if (found := cold.store.stats()["tiers"]["nvme"]["pages"]) != cold.work.chains * cold.work.pages:
-            raise BenchFailed(f"NVMe has {found} of {cold.work.chains * cold.work.pages} pages")
-        where = Where.of(stage.settings.shm_dir, cold.daemon.name, cold.work.layout)
-        scene.callback(where.close)
-        raw = RawFile(cold.scratch.path / "pages", cold.work.pages * nvme_geometry.stride_bytes(where.frame_class))
+        if (pages := cold.store.stats()["tiers"]["nvme"]["pages"]) != cold.work.chains * cold.work.pages:
+            raise BenchFailed(f"NVMe has {pages} of {cold.work.chains * cold.work.pages} pages")
+        finder = PageFinder.of(stage.settings.shm_dir, cold.daemon.name, cold.work.layout)
+        scene.callback(finder.close)
+        raw = RawFile(cold.scratch.path / "pages", cold.work.pages * nvme_geometry.stride_bytes(finder.frame_class))
         scene.enter_context(raw)
-        reading = ColdReading(cold, where, raw)
+        reading = ColdReading(cold, finder, raw)
         reading.verify()
         line = _batches(stage, name, bar, reading)
         tiers = cold.store.stats()["tiers"]
         if tiers["dram"]["pages"] or tiers["nvme"]["promoted_pages"]:
-            raise BenchFailed(f"{tiers['nvme']['promoted_pages']} pages came back to DRAM: not every read was cold")
+            raise BenchFailed(f"{tiers['nvme']['promoted_pages']} pages were promoted to DRAM: not every read was cold")
         line.details["fill_bytes_per_s"] = cold.work.total_bytes / cold.fill_s
     return [line]
 
@@ -447,7 +442,7 @@ def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
 def _batches(stage: Stage, name: str, bar: Bar, reading: ColdReading) -> Result:
     work, random = reading.work, np.random.default_rng(22)
     variants = reading.variants()
-    passes = -(-len(variants) // work.chains)  # normally every chain once per round
+    passes = -(-len(variants) // work.chains)  # usually every chain once per round
     steps = [int(chain) for _ in range(passes) for chain in random.permutation(work.chains)]
     seconds = alternate(variants, steps, stage.settings.rounds, reading.prepare, reading.check)
     best = quickest(seconds, LIMITS)
@@ -459,13 +454,13 @@ def _batches(stage: Stage, name: str, bar: Bar, reading: ColdReading) -> Result:
         "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
     }
     ours, limit = speeds(seconds["get"], work.chain_bytes), speeds(seconds[best], work.chain_bytes)
-    text = f"O_DIRECT reads of the same ranges, 4 threads, {best}"
-    return result(name, Kind.SPEED, ours, limit, bar=bar, limit_is=text, details=details)
+    limit_is = f"O_DIRECT reads of the same ranges, 4 threads, {best}"
+    return result(name, Kind.SPEED, ours, limit, bar=bar, limit_is=limit_is, details=details)
 
 
-STEP_BYTES, STEP_BYTES_QUICK = 384 * MIB, 64 * MIB  # saved in one go
-SYNC_BYTES = 32 * MIB  # how much the node makes durable at a time
-HOT_BYTES, HOT_BYTES_QUICK = 512 * MIB, 32 * MIB  # read by readers in the meantime
+STEP_BYTES, STEP_BYTES_QUICK = 384 * MIB, 64 * MIB  # saved in one step
+SYNC_BYTES = 32 * MIB  # the bytes that the node makes durable with one sync
+HOT_BYTES, HOT_BYTES_QUICK = 512 * MIB, 32 * MIB  # pages in DRAM that are read during a save
 QUIET_S, QUIET_S_QUICK = 0.3, 0.05
 LEASE_S = 600.0
 WRITES = (*LIMITS, "out_of_shared_memory")
@@ -475,18 +470,20 @@ SEED, HOT_SEED = 31, 32
 
 
 class Saving:
-    """Chains that are put into DRAM, and saved on request. There are free frames for puts of ``step_bytes``.
+    """Chains that are put into DRAM, and saved on request. DRAM has free frames for ``step_bytes`` of them.
 
     Args:
-        hot: pages that stay in DRAM because they are leased.
+        hot: number of leased pages, which stay in DRAM.
     """
 
-    def __init__(self, store: Store, where: Where, geometry: str, pages: int, step_bytes: int, hot: int = 0) -> None:
+    def __init__(
+        self, store: Store, finder: PageFinder, geometry: str, pages: int, step_bytes: int, hot: int = 0
+    ) -> None:
         layout = LAYOUTS[geometry]
         self.store = store
         self.cache = store.cache(layout)
-        self.work = BenchWork(geometry, SEED, step_bytes // (pages * layout.page_bytes), pages)  # of one step
-        self._where = where
+        self.work = BenchWork(geometry, SEED, step_bytes // (pages * layout.page_bytes), pages)  # one step
+        self._finder = finder
         self._content = Content(layout.page_bytes)
         self._rows: Rows = np.zeros((pages, layout.page_bytes), np.uint8)
         self._hot = hot
@@ -495,7 +492,7 @@ class Saving:
         self.loaded = False
 
     def load(self) -> None:
-        """Put new pages into DRAM, unless it still has unsaved ones."""
+        """Put the pages of the next step into DRAM, unless the last ones are not saved yet."""
         if self.loaded:
             return
         vacate(self.store, self._hot)
@@ -504,28 +501,28 @@ class Saving:
         for chain in self._chains():
             keys = self.work.keys(self.cache, chain)
             self._content.fill(self._rows, keys.hashes)
-            # Compute checksums here, so that the node does not do it during the measurement.
+            # Compute the checksums here, so that the node does not compute them during the measurement.
             if (new := self.cache.put(keys, self._rows, checksum=True)) != self.work.pages:
                 raise BenchFailed(f"put stored {new} of {self.work.pages} new pages")
             self._tails.append(keys.hashes[-1])
-        if any(self._where.saved([tail]) for tail in self._tails):
+        if any(self._finder.saved([tail]) for tail in self._tails):
             raise BenchFailed("pages were saved before the request")
         self.loaded = True
 
     def start(self) -> None:
-        """Start saving the pages."""
+        """Request the eviction of all pages, so that the node saves them."""
         self.loaded = False
         self.store.evict(pages=self.work.chains * self.work.pages)
 
     def done(self) -> bool:
-        """Return whether all pages are durable. Usually checks only one unfinished chain, since a check takes CPU time
-        too."""
-        while self._tails and self._where.saved(self._tails[-1:]):
+        """Return True if all pages are durable. Checks the chains one by one until one is not, because a check costs
+        CPU time."""
+        while self._tails and self._finder.saved(self._tails[-1:]):
             self._tails.pop()
         return not self._tails
 
     def save(self) -> int:
-        """Save all pages; return their bytes."""
+        """Save all pages, and return their bytes. Raises BenchFailed after ``SAVE_S``."""
         deadline = time.monotonic() + SAVE_S
         self.start()
         while not self.done():
@@ -535,7 +532,7 @@ class Saving:
         return self.work.total_bytes
 
     def verify(self) -> None:
-        """Check every byte of the last saved pages on NVMe, after saving pages put since."""
+        """Save the pages of the last step, read them from NVMe, and check every byte. Raises BenchFailed."""
         if self.loaded:
             self.save()
         vacate(self.store, self._hot)
@@ -543,7 +540,7 @@ class Saving:
             keys = self.work.keys(self.cache, chain)
             match = self.cache.get(keys, self._rows)
             if match.pages != self.work.pages or match.tiers.get(Tier.NVME) != self.work.pages:
-                raise BenchFailed(f"{match} of {self.work.pages} saved pages")
+                raise BenchFailed(f"a get found {match} of {self.work.pages} saved pages")
             self._content.check(self._rows, keys.hashes, "a saved page")
 
     def _chains(self) -> range:
@@ -551,8 +548,8 @@ class Saving:
 
 
 class RawWrites:
-    """The limit: writes the same number of bytes, continuing in the file after the last step, and wrapping at its
-    end."""
+    """The limit: writes the same number of bytes into a file. Each step continues after the last one, and the first one
+    follows the end of the file."""
 
     def __init__(self, raw: RawFile, shared: SharedArea, step_bytes: int, file_bytes: int) -> None:
         self._raw = raw
@@ -563,13 +560,13 @@ class RawWrites:
         self._next = 0
 
     def _plan(self, start: int, variant: str) -> list[list[Task]]:
-        """Return the tasks for ``RawFile.run``, per 32 MiB."""
+        """Return the tasks for ``RawFile.run``, a list per 32 MiB."""
         how, source = (variant, None) if variant in LIMITS else ("pieces_1m", self._shared)
         cuts = range(start, start + self._step_bytes, SYNC_BYTES)
         return [self._raw.writes([(at, min(SYNC_BYTES, start + self._step_bytes - at))], how, source) for at in cuts]
 
     def write(self, variant: str, _: None) -> int:
-        """Write one step; returns the bytes."""
+        """Write one step; return its bytes."""
         places = self._batches[variant]
         batches = places[self._next % len(places)]
         self._next += 1
@@ -581,7 +578,7 @@ class RawWrites:
 
 
 def demotion(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Bytes per second saved to NVMe."""
+    """Measure the bytes per second that the node saves to NVMe."""
     rounds, step_bytes = stage.settings.rounds, _step_bytes(stage)
     limit_bytes = len(WRITES) * rounds * step_bytes
     with ExitStack() as scene:
@@ -614,20 +611,20 @@ def demotion(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
 
 
 def get_while_demoting(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """One reader's gets from DRAM while the node saves other pages, compared with an idle node."""
+    """Measure one reader's gets from DRAM while the node saves other pages, compared with an idle node."""
     quick, step_bytes = stage.settings.quick, _step_bytes(stage)
     pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
     hot_bytes = stage.settings.bounded(HOT_BYTES_QUICK if quick else HOT_BYTES)
     hot = BenchWork(geometry, HOT_SEED, hot_bytes // (pages * LAYOUTS[geometry].page_bytes), pages)
     quiet: list[float] = []
     busy: list[float] = []
-    seconds: list[float] = []  # duration of saves during reads
+    save_seconds: list[float] = []  # durations of the saves during reads
 
     def read_busy() -> None:
-        started = time.monotonic()
+        start_s = time.monotonic()
         saving.start()
         busy.append(reader.read(saving.done))
-        seconds.append(time.monotonic() - started)
+        save_seconds.append(time.monotonic() - start_s)
 
     def read_quiet() -> None:
         deadline = time.monotonic() + (QUIET_S_QUICK if quick else QUIET_S)
@@ -638,7 +635,7 @@ def get_while_demoting(stage: Stage, name: str, bar: Bar, geometry: str) -> list
         saving, _ = _saving(stage, scene, geometry, saved_bytes, hot)
         reader = HotReader(scene, saving.cache, hot)
         saving.load()
-        saving.save()  # this time together with the hot pages
+        saving.save()  # the first save includes the hot pages
         for turn in range(stage.settings.rounds):
             saving.load()
             for part in (read_busy, read_quiet) if turn % 2 else (read_quiet, read_busy):
@@ -648,13 +645,13 @@ def get_while_demoting(stage: Stage, name: str, bar: Bar, geometry: str) -> list
         "page_bytes": hot.layout.page_bytes,
         "batch_pages": hot.pages,
         "hot_bytes": hot.total_bytes,
-        "saved_bytes_per_s": [saving.work.total_bytes / took for took in seconds],
+        "saved_bytes_per_s": [saving.work.total_bytes / save_s for save_s in save_seconds],
     }
     return [result(name, Kind.SPEED, busy, quiet, bar=bar, limit_is="get while nothing is saved", details=details)]
 
 
 class HotReader:
-    """Gets of chains that stay in DRAM, because they are put and leased here until the end of ``scene``."""
+    """Gets of chains that stay in DRAM: this class puts them and leases them until the end of ``scene``."""
 
     def __init__(self, scene: ExitStack, cache: PrefixCache, hot: BenchWork) -> None:
         self._cache = cache
@@ -666,13 +663,13 @@ class HotReader:
             keys = hot.keys(cache, chain)
             content.fill(self._out, keys.hashes)
             if cache.put(keys, self._out, checksum=True) != hot.pages:
-                raise BenchFailed("the hot pages do not fit")
+                raise BenchFailed("the hot pages do not fit into DRAM")
             lease = scene.enter_context(cache.lease(keys, ttl_s=LEASE_S))
             if len(lease.pages) != hot.pages:
-                raise BenchFailed(f"the lease holds {len(lease.pages)} of {hot.pages} pages")
+                raise BenchFailed(f"the lease has {len(lease.pages)} of {hot.pages} pages")
 
     def read(self, done: Callable[[], bool]) -> float:
-        """Return the bytes per second of ``get`` until ``done``."""
+        """Get random chains until ``done()``; return the bytes per second."""
         deadline = time.monotonic() + SAVE_S
         chains, seconds = 0, 0.0
         while not chains or not done():
@@ -689,24 +686,24 @@ class HotReader:
 
 
 def _step_bytes(stage: Stage) -> int:
-    wanted = STEP_BYTES_QUICK if stage.settings.quick else STEP_BYTES
-    return stage.settings.bounded(wanted) // STEP_BYTES_QUICK * STEP_BYTES_QUICK
+    step_bytes = STEP_BYTES_QUICK if stage.settings.quick else STEP_BYTES
+    return stage.settings.bounded(step_bytes) // STEP_BYTES_QUICK * STEP_BYTES_QUICK
 
 
 def _saving(
     stage: Stage, scene: ExitStack, geometry: str, saved_bytes: int, hot: BenchWork | None = None, more_bytes: int = 0
 ) -> tuple[Saving, Scratch]:
-    """Start a node with DRAM for a step in addition to ``hot``, and NVMe for ``saved_bytes``."""
+    """Start a node with DRAM for one step and for ``hot``, and with NVMe for ``saved_bytes``."""
     stage.clear()
     quick, page_bytes = stage.settings.quick, LAYOUTS[geometry].page_bytes
     pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
     extent_bytes = EXTENT_BYTES_QUICK if quick else DRAM_EXTENT_BYTES
     step_bytes, hot_bytes = _step_bytes(stage), hot.total_bytes if hot is not None else 0
-    room = BenchWork(geometry, SEED, saved_bytes // (pages * page_bytes), pages)
-    scratch, given = target(stage, scene, room, {"demote_at": 1}, more_bytes)
+    saved_work = BenchWork(geometry, SEED, saved_bytes // (pages * page_bytes), pages)
+    scratch, settings = target(stage, scene, saved_work, {"demote_at": 1}, more_bytes)
     ahead_bytes = ahead_pages(geometry) * page_bytes + 2 * extent_bytes
-    daemon = stage.daemon(scene, step_bytes + hot_bytes + ahead_bytes, extent_bytes, given)
+    daemon = stage.daemon(scene, step_bytes + hot_bytes + ahead_bytes, extent_bytes, settings)
     store = scene.enter_context(connect(daemon.name))
-    where = Where.of(stage.settings.shm_dir, daemon.name, LAYOUTS[geometry])
-    scene.callback(where.close)
-    return Saving(store, where, geometry, pages, step_bytes, hot.chains * hot.pages if hot is not None else 0), scratch
+    finder = PageFinder.of(stage.settings.shm_dir, daemon.name, LAYOUTS[geometry])
+    scene.callback(finder.close)
+    return Saving(store, finder, geometry, pages, step_bytes, hot.chains * hot.pages if hot is not None else 0), scratch

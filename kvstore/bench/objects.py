@@ -1,4 +1,4 @@
-"""Rows about batches of opaque objects: one call puts or gets 32 values, compared with copying their bytes."""
+"""Rows about opaque objects: one call that puts or gets 32 values, compared with copying their bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Batches:
         return self.store.get_many(self.keys[step], self.values)
 
     def verify(self, step: int) -> None:
-        """Check that the stored values are those that were put."""
+        """Read a batch and check every byte. Raises BenchFailed."""
         self.rows[:] = 0
         if self.get(step) != [self.rows.shape[1]] * BATCH:
             raise BenchFailed(f"batch {step} is not stored")
@@ -65,17 +65,17 @@ class _Batches:
 
 
 def put(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
-    """Put new objects, with free frames, until they are published."""
+    """Measure puts of 32 new objects into free frames, until they are published."""
     return [_measured(stage, name, bar, "put", VALUE_BYTES[geometry])]
 
 
 def put_wait(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
-    """Put new objects, with free frames, until they are acknowledged and sealed."""
+    """Measure puts of 32 new objects into free frames, until they are sealed."""
     return [_measured(stage, name, bar, "put_wait", VALUE_BYTES[geometry])]
 
 
 def get(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
-    """Get objects into warm buffers with all checks; every batch of the node is another step."""
+    """Measure gets of 32 objects into warm buffers, with all checks. Every batch of the node is one step."""
     return [_measured(stage, name, bar, "get", VALUE_BYTES[geometry])]
 
 
@@ -101,7 +101,7 @@ def _measured(stage: Stage, name: str, bar: Bar | None, verb: str, value_bytes: 
             if variant.startswith("put") and value != [True] * BATCH:
                 raise BenchFailed("an object was not stored")
             if variant == "get" and value != [value_bytes] * BATCH:
-                raise BenchFailed(f"get found {value}")
+                raise BenchFailed(f"get returned {value}")
 
         def before_round() -> None:
             if verb != "get":
@@ -126,7 +126,7 @@ def _measured(stage: Stage, name: str, bar: Bar | None, verb: str, value_bytes: 
 
 
 def _touch(batches: _Batches, count: int) -> None:
-    """Put all batches, so that all memory of the pool that they use is mapped here."""
+    """Put and get all batches, so that this process has mapped all memory of the pool that they use."""
     for step in range(count):
         batches.fill(step)
         if batches.put(step) != [True] * BATCH:
@@ -135,17 +135,17 @@ def _touch(batches: _Batches, count: int) -> None:
 
 
 def _limits(values: list[Bytes], places: Bytes, verb: str) -> dict[str, Any]:
-    """Return variants that copy a batch, value by value, between the caller's buffers and other shared memory."""
-    at, size = [value.ctypes.data for value in values], values[0].size
+    """Return variants that copy a batch, value by value, between the caller's buffers and plain shared memory."""
+    addresses, size = [value.ctypes.data for value in values], values[0].size
     start = places.ctypes.data
 
     def memmove(step: int) -> None:
-        for i, place in enumerate(at):
-            there = start + (step * BATCH + i) * size
-            ctypes.memmove(*((place, there) if verb == "get" else (there, place)), size)
+        for i, address in enumerate(addresses):
+            place = start + (step * BATCH + i) * size
+            ctypes.memmove(*((address, place) if verb == "get" else (place, address)), size)
 
     def copy(step: int) -> None:
-        for value, there in zip(values, places[step], strict=True):
-            np.copyto(*((value, there) if verb == "get" else (there, value)))
+        for value, place in zip(values, places[step], strict=True):
+            np.copyto(*((value, place) if verb == "get" else (place, value)))
 
     return {"memmove": memmove, "copy": copy}

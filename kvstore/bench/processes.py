@@ -1,6 +1,6 @@
-"""Processes: the node daemon, writers and readers that a benchmark starts, each ended by its pid.
+"""Processes that benchmarks and the demo start: commands of ``kvstore``, the node daemon, and readers and writers.
 
-Child: a command of ``kvstore`` as a process of its own, for the demo and the benchmarks, which start several.
+Each one is ended by its pid.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ STOP_S: Final = 20.0
 
 
 class Child:
-    """A process of ``kvstore``. Started when made; ends on its own, or by ``ask_to_end`` or ``kill``, and ``wait``.
+    """A command of ``kvstore`` in its own process.
+
+    Life: made, which starts it -> ``line`` when it is ready -> ``kill``, or ``ask_to_end`` and ``wait``.
 
     Args:
-        what: its name in messages.
-        log: the file that what it says on stderr is added to; None: a file without a name.
+        what: name of the process in messages.
+        log: file to which its stderr is appended; None: an unnamed temporary file.
     """
 
     def __init__(self, what: str, arguments: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> None:
@@ -42,40 +44,43 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env=dict(env),
-            start_new_session=True,  # Ctrl-C is for us alone: we end them, in order
+            start_new_session=True,  # Ctrl-C reaches only the parent, which ends its children in order
         )
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     def line(self, timeout_s: float) -> str:
-        """The line it prints when it serves. Raises NodeUnavailable where it ends before, or takes longer."""
+        """Return the line that the process prints when it is ready. Raises NodeUnavailable if it ends before that, or
+        after ``timeout_s``."""
         assert self._process.stdout is not None
         pipe, text, deadline_s = self._process.stdout.fileno(), b"", time.monotonic() + timeout_s
         while not text.endswith(b"\n"):
             ready, _, _ = select.select([pipe], [], [], max(0.0, deadline_s - time.monotonic()))
             if not ready:
-                raise NodeUnavailable(f"{self.what} did not serve within {timeout_s:g} s")
+                raise NodeUnavailable(f"{self.what} was not ready within {timeout_s:g} s")
             more = os.read(pipe, 4096)
             if not more:
-                raise NodeUnavailable(f"{self.what} ended with {self._process.wait(STOP_S)}: {self._last_words()}")
+                raise NodeUnavailable(
+                    f"{self.what} ended with exit code {self._process.wait(STOP_S)}: {self._last_error()}"
+                )
             text += more
         return text.decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """kill -9, and wait for the end."""
+        """Kill -9 the process, and wait until it has ended."""
         self._process.kill()
         self.wait()
 
     def ask_to_end(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM, unless the process has ended."""
         if self._process.poll() is None:
             self._process.terminate()
 
     def wait(self) -> None:
-        """Wait for its end, and make it end where that takes too long."""
+        """Wait until the process has ended; kill it after ``STOP_S``."""
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -86,10 +91,10 @@ class Child:
             self._process.stdout.close()
             self._errors.close()
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        return next((line for line in reversed(lines) if line.strip()), "no error output")
 
 
 READY_S = 120.0  # the first start populates memory
@@ -104,21 +109,21 @@ def cpu_s(pid: int) -> float:
 
 
 def environment(shm_dir: Path, settings: Mapping[str, object] = NO_SETTINGS) -> dict[str, str]:
-    """Return this process's environment without the settings of the user's own node, so that a row measures the
-    defaults.
+    """Return the environment of a child process: this process's, with ``settings`` of the node instead of the user's
+    own.
 
-    ``settings`` are the row's own, by their names in the configuration.
+    So a row measures the defaults, except for the settings that it names.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
-    given = {f"KVSTORE_{name.upper()}": str(value) for name, value in settings.items()}
-    return {**kept, **given, "KVSTORE_SHM_DIR": str(shm_dir)}
+    others = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+    ours = {f"KVSTORE_{name.upper()}": str(value) for name, value in settings.items()}
+    return {**others, **ours, "KVSTORE_SHM_DIR": str(shm_dir)}
 
 
 class Daemon:
-    """``kvstore serve`` as a real process.
+    """``kvstore serve`` in its own process.
 
     Life: made -> ``start`` -> ready -> ``kill`` or ``stop`` -> ``start`` again, or ``end``, which removes its pages.
-    Leaving a ``with`` ends it.
+    Leaving a ``with`` calls ``end``.
     """
 
     def __init__(
@@ -144,36 +149,36 @@ class Daemon:
         return self._child.pid
 
     def start(self) -> float:
-        """Start it; returns the seconds from spawning the process to its ready line.
+        """Start the daemon; return the seconds until its ready line.
 
         Raises:
-            BenchFailed: it did not become ready; contains its output.
+            BenchFailed: the daemon did not become ready. The message has its last error.
         """
         assert self._child is None, "is running"
-        began = time.monotonic()
+        start_s = time.monotonic()
         self._child = Child("the daemon", self._arguments, self._environment)
         try:
             self._child.line(READY_S)
         except NodeUnavailable as error:
             self.kill()
             raise BenchFailed(str(error)) from None
-        return time.monotonic() - began
+        return time.monotonic() - start_s
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
+        """Kill -9 the daemon, and wait until it has ended."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()
 
     def stop(self) -> None:
-        """Send SIGTERM and wait; kill -9 if it does not end."""
+        """Send SIGTERM and wait; kill -9 the daemon if it does not end in time."""
         child, self._child = self._child, None
         if child is not None:
             child.ask_to_end()
             child.wait()
 
     def end(self) -> None:
-        """Stop it and remove its pages."""
+        """Stop the daemon and remove its pages."""
         try:
             self.stop()
         finally:
@@ -182,12 +187,12 @@ class Daemon:
     def memory_bytes(self) -> dict[str, int]:
         """Return the daemon's memory as the kernel counts it: ``resident`` and its parts ``private`` and ``shared``."""
         names = {"VmRSS": "resident", "RssAnon": "private", "RssShmem": "shared", "RssFile": "files"}
-        found = {}
+        sizes = {}
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             name, _, value = line.partition(":")
             if name in names:
-                found[names[name]] = int(value.split()[0]) << 10
-        return found
+                sizes[names[name]] = int(value.split()[0]) << 10
+        return sizes
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of the running daemon."""
@@ -203,9 +208,9 @@ class Daemon:
 
 
 class PeerProcess:
-    """Another process that uses the store: one JSON request per line in, one JSON answer per line out.
+    """A second process that uses the store (``kvstore.bench.peer``): JSON requests in, JSON answers out, one per line.
 
-    Life: made (started) -> ``ask`` -> ``close``; leaving a ``with`` closes it. It also ends when this process does.
+    Life: made, which starts it -> ``ask`` -> ``close``, also by leaving a ``with``. It also ends with this process.
     """
 
     def __init__(self, node: str, shm_dir: Path) -> None:
@@ -218,22 +223,22 @@ class PeerProcess:
         )
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Send a request and wait for the answer. Raises BenchFailed if it failed."""
+        """Send a request and return its answer. Raises BenchFailed if the request failed."""
         self.send(do, **arguments)
         return self.answer()
 
     def send(self, do: str, **arguments: Any) -> None:
-        """Send a request, whose answer ``answer`` reads."""
+        """Send a request. ``answer`` returns its answer later."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise BenchFailed(f"the peer process is gone (exit code {self._process.wait(STOP_S)})") from None
+            raise BenchFailed(f"the peer process ended (exit code {self._process.wait(STOP_S)})") from None
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer to the oldest request. Raises BenchFailed if it failed, or if the process died or did not
-        answer in time."""
+        """Return the answer to the oldest request. Raises BenchFailed if the request failed, if the process ended, or
+        if it did not answer in time."""
         line = _line(self._process, ANSWER_S)
         if not line:
             raise BenchFailed(f"the peer process did not answer (exit code {self._process.poll()})")
@@ -267,8 +272,8 @@ class PeerProcess:
 
 
 def _line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
-    """Return the next line of a process's output; empty if it ended, or wrote nothing in time. Lines come one at a
-    time."""
+    """Return the next line of a process's output; empty if the process ended or wrote nothing in time. The process must
+    write one line at a time."""
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], timeout_s)[0]:
         return b""

@@ -1,4 +1,4 @@
-"""Rows that write: put in batches and one page at a time, with free frames and into a full pool."""
+"""Rows that write: put in batches and one page at a time, into free frames and into a full pool."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
 
 BATCH_PAGES = 32
-AHEAD_SHARE = 8  # 1 / the share of all frames that a client may hold in advance
-STEPS_BATCH = 96  # per round, at most: 32 of each variant
+AHEAD_SHARE = 8  # a client may hold at most 1/8 of all frames in advance
+STEPS_BATCH = 96  # steps per round, at most: 32 per variant
 STEPS_ONE_PAGE = 1500
 SEED = 5
 
-PAGES_COUNTED, WARM, GEOMETRY_COUNTED = 12, 3, "4k"  # the put whose calls are counted
+PAGES_COUNTED, WARM, GEOMETRY_COUNTED = 12, 3, "4k"  # of ``put_calls``
 PERCENTILES = (50, 99, 99.9)
-BACK_TO_BACK_BYTES, BACK_TO_BACK_BYTES_QUICK = 1 << 29, 1 << 25  # put without a pause
+BACK_TO_BACK_BYTES, BACK_TO_BACK_BYTES_QUICK = 1 << 29, 1 << 25  # bytes that ``back_to_back`` puts
 
 LIMITS = ("memmove_per_page", "copy_whole")
 
@@ -41,7 +41,7 @@ LIMITS = ("memmove_per_page", "copy_whole")
 class SharedArea:
     """Populated and mapped shared memory of the kind that nodes use: the target of a put's limit.
 
-    It has no name, so it always ends with the process. Ends with ``with``.
+    The memory has no name, so the kernel frees it at the latest when the process ends. Leaving a ``with`` frees it.
     """
 
     def __init__(self, shm_dir: Path, size_bytes: int) -> None:
@@ -62,12 +62,12 @@ class SharedArea:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         del self.data
-        with contextlib.suppress(BufferError):  # it is unmapped with the last array that uses it
+        with contextlib.suppress(BufferError):  # an array still uses the memory; it is unmapped with that array
             self._map.close()
 
 
 class PutBench:
-    """Puts of new chains in one geometry, and the same bytes copied into an area of shared memory."""
+    """Puts of new chains of one page size, and copies of the same bytes into plain shared memory."""
 
     def __init__(self, store: Store, geometry: str, pages: int, area: SharedArea) -> None:
         self.store = store
@@ -89,38 +89,38 @@ class PutBench:
         self.content.fill(self.source, keys.hashes)
         return keys, self._targets[self._chain % len(self._targets)]
 
-    def put(self, given: tuple[Keys, Rows]) -> int:
-        """Ours: returns when every page is published."""
-        self._last = given[0]
-        return self.cache.put(given[0], self.source)
+    def put(self, arguments: tuple[Keys, Rows]) -> int:
+        """Put the pages; return when every page is published."""
+        self._last = arguments[0]
+        return self.cache.put(arguments[0], self.source)
 
     def back_to_back(self, daemon: Daemon, nbytes: int) -> tuple[float, dict[str, float]]:
-        """Put chain after chain without a pause; return seconds per page, and CPU seconds per page of both processes.
+        """Put chains without a pause. Return the seconds per page, and the CPU seconds per page of both processes.
 
-        The daemon's are counted in ticks of the kernel, 10 ms.
+        The kernel counts the daemon's CPU time in ticks of 10 ms.
         """
         puts = max(1, nbytes // self.source.nbytes)
         tokens = self.pages * self.layout.page_tokens
-        given = [self.cache.keys(tokens_of(SEED + 1, self._chain + i, tokens)) for i in range(puts)]
+        chains = [self.cache.keys(tokens_of(SEED + 1, self._chain + i, tokens)) for i in range(puts)]
         self._chain += puts
-        daemon_s, client_s, began_s = daemon.cpu_s(), time.process_time(), time.perf_counter()
-        for keys in given:
+        daemon_s, client_s, start_s = daemon.cpu_s(), time.process_time(), time.perf_counter()
+        for keys in chains:
             self.check("put", self.cache.put(keys, self.source))
-        took_s = time.perf_counter() - began_s
+        elapsed_s = time.perf_counter() - start_s
         client_s, daemon_s = time.process_time() - client_s, daemon.cpu_s() - daemon_s
         pages = puts * self.pages
-        return took_s / pages, {"client": client_s / pages, "daemon": daemon_s / pages}
+        return elapsed_s / pages, {"client": client_s / pages, "daemon": daemon_s / pages}
 
-    def memmove_per_page(self, given: tuple[Keys, Rows]) -> None:
-        """Limit: one call per page."""
+    def memmove_per_page(self, arguments: tuple[Keys, Rows]) -> None:
+        """Copy the pages with one call per page: a limit."""
         memmove, size = ctypes.memmove, self.layout.page_bytes
-        source, target = self.source.ctypes.data, given[1].ctypes.data
+        source, target = self.source.ctypes.data, arguments[1].ctypes.data
         for offset in range(0, self.pages * size, size):
             memmove(target + offset, source + offset, size)
 
-    def copy_whole(self, given: tuple[Keys, Rows]) -> None:
-        """Limit: all pages in one copy."""
-        given[1][:] = self.source
+    def copy_whole(self, arguments: tuple[Keys, Rows]) -> None:
+        """Copy all pages at once: a limit."""
+        arguments[1][:] = self.source
 
     def check(self, variant: str, value: object) -> None:
         """Raise BenchFailed if not every page was stored."""
@@ -128,16 +128,16 @@ class PutBench:
             raise BenchFailed(f"put stored {value} of {self.pages} new pages")
 
     def verify(self) -> None:
-        """Check every byte of the last put's pages."""
+        """Read the pages of the last put, and check every byte. Raises BenchFailed."""
         assert self._last is not None, "nothing was put"
         out = np.zeros_like(self.source)
-        found = self.cache.get(self._last, out).pages
-        if found != self.pages:
-            raise BenchFailed(f"get found {found} of the {self.pages} pages just put")
+        pages = self.cache.get(self._last, out).pages
+        if pages != self.pages:
+            raise BenchFailed(f"get found {pages} of the {self.pages} pages just put")
         self.content.check(out, self._last.hashes, "put")
 
     def fill(self, pool_bytes: int) -> None:
-        """Put until every frame of the pool was used once."""
+        """Put pages until every frame of the pool was used once."""
         for _ in range(-(-pool_bytes // (self.pages * self.layout.page_bytes)) + 1):
             self.check("put", self.put(self.prepare(0)))
 
@@ -148,17 +148,19 @@ class PutBench:
 
 
 def ahead_pages(geometry: str) -> int:
-    """Return how many frames a client may hold in advance."""
+    """Return the number of frames that a client may hold in advance."""
     return min(AHEAD_FRAMES_MAX, AHEAD_BYTES_MAX // LAYOUTS[geometry].page_bytes)
 
 
 def put(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Batches of 32 new pages, with free frames; into a full pool; and into a full pool without a pause, per page."""
+    """Measure puts of 32 new pages: into free frames; into a full pool (``.full``); and into a full pool without a
+    pause, per page (``.back_to_back``)."""
     return _put(stage, name, bar, geometry, BATCH_PAGES, Kind.SPEED)
 
 
 def put_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """One new page, published, p50, with free frames; into a full pool; and into a full pool without a pause."""
+    """Measure puts of one new page until it is published, p50: into free frames, and as ``put`` does into a full
+    pool."""
     return _put(stage, name, bar, geometry, 1, Kind.TIME)
 
 
@@ -169,11 +171,11 @@ def _put(stage: Stage, name: str, bar: Bar, geometry: str, pages: int, kind: Kin
     with ExitStack() as scene:
         writing, daemon, pool_bytes = _writing(stage, scene, geometry, pages)
         writing.fill(pool_bytes)
-        # A third of the steps puts; frames granted ahead stay free.
+        # A third of the steps are puts. Frames that were granted ahead stay free.
         frames = pool_bytes // writing.layout.page_bytes
-        fitting = 3 * ((frames - min(ahead_pages(geometry), frames // AHEAD_SHARE)) // pages)
-        most = (6 if pages > 1 else 150) if settings.quick else (STEPS_BATCH if pages > 1 else STEPS_ONE_PAGE)
-        steps = list(range(min(fitting, most)))
+        steps_that_fit = 3 * ((frames - min(ahead_pages(geometry), frames // AHEAD_SHARE)) // pages)
+        steps_max = (6 if pages > 1 else 150) if settings.quick else (STEPS_BATCH if pages > 1 else STEPS_ONE_PAGE)
+        steps = list(range(min(steps_that_fit, steps_max)))
         variants = {"put": writing.put, **{limit: getattr(writing, limit) for limit in LIMITS}}
         for full in (False, True):
             if full:
@@ -184,8 +186,8 @@ def _put(stage: Stage, name: str, bar: Bar, geometry: str, pages: int, kind: Kin
             lines.append(_line(f"{name}.full" if full else name, kind, None if full else bar, writing, seconds))
         nbytes = BACK_TO_BACK_BYTES_QUICK if settings.quick else BACK_TO_BACK_BYTES
         pages_s, cpu_s = zip(*(writing.back_to_back(daemon, nbytes) for _ in range(settings.rounds)), strict=True)
-    spent = {who: float(np.median([each[who] for each in cpu_s])) for who in cpu_s[0]}
-    lines.append(result(f"{name}.back_to_back", Kind.TIME, pages_s, details={"cpu_s_per_page": spent}))
+    cpu_s_per_page = {process: float(np.median([each[process] for each in cpu_s])) for process in cpu_s[0]}
+    lines.append(result(f"{name}.back_to_back", Kind.TIME, pages_s, details={"cpu_s_per_page": cpu_s_per_page}))
     return lines
 
 
@@ -196,7 +198,7 @@ def _line(name: str, kind: Kind, bar: Bar | None, writing: PutBench, seconds: di
     details = {
         "batch_pages": writing.pages,
         "page_bytes": writing.layout.page_bytes,
-        "frames": "free and warm" if bar is not None else "pool is full: every put evicts as much as it stores",
+        "frames": "free and warm" if bar is not None else "full pool: every put evicts as many pages as it stores",
         "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
         "put_seconds": {f"p{share:g}": float(np.percentile(np.concatenate(ours), share)) for share in PERCENTILES},
     }
@@ -212,7 +214,7 @@ def _line(name: str, kind: Kind, bar: Bar | None, writing: PutBench, seconds: di
 
 
 def _writing(stage: Stage, scene: ExitStack, geometry: str, pages: int) -> tuple[PutBench, Daemon, int]:
-    """Start a separate node for a row that writes; return the bench, its daemon, and the size of its pool."""
+    """Start a node for a row that writes. Return the puts, the node's daemon, and the size of its pool."""
     settings = stage.settings
     pool_bytes, area_bytes = _sizes(settings)
     daemon = stage.daemon(scene, pool_bytes)
@@ -222,16 +224,16 @@ def _writing(stage: Stage, scene: ExitStack, geometry: str, pages: int) -> tuple
 
 
 def _sizes(settings: RunSettings) -> tuple[int, int]:
-    """Return the bytes of the pool and of the limit's area: together the working set of a row, at least two batches of
-    2 MiB."""
+    """Return the bytes of the pool and of the limit's memory, which together are the working set of a row. Both fit at
+    least two batches of 2 MiB pages."""
     pool_bytes = max(settings.walk_bytes, 256 * MIB)
     return pool_bytes, pool_bytes // 2
 
 
 def put_calls(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """``<name>``: calls of Python functions in the thread that puts; ``.files``: the files that they are in.
+    """Count the calls of Python functions in the thread that puts, and the files that contain them (``.files``).
 
-    The store is embedded, so that the daemon's part counts too. The numbers are the same on every machine.
+    The store is embedded, so the daemon's part counts too. The numbers are the same on every machine.
     """
     layout = LAYOUTS[GEOMETRY_COUNTED]
     counts, files = list[float](), list[float]()
@@ -240,9 +242,9 @@ def put_calls(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
         cache = store.cache(layout)
         for turn in range(WARM + stage.settings.rounds):
             keys = cache.keys(tokens_of(SEED, turn, PAGES_COUNTED * layout.page_tokens))
-            called: list[str] = []
+            files_called: list[str] = []
 
-            def note(frame: FrameType, event: str, argument: object, into: list[str] = called) -> None:
+            def note(frame: FrameType, event: str, argument: object, into: list[str] = files_called) -> None:
                 if event == "call":
                     into.append(frame.f_code.co_filename)
 
@@ -254,8 +256,8 @@ def put_calls(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
             if stored != PAGES_COUNTED:
                 raise BenchFailed(f"put stored {stored} of {PAGES_COUNTED} new pages")
             if turn >= WARM:
-                counts.append(len(called))
-                files.append(len(set(called)))
+                counts.append(len(files_called))
+                files.append(len(set(files_called)))
     details = {"pages": PAGES_COUNTED}
     return [
         result(name, Kind.TIMES, counts, bar=bar, details=details),

@@ -1,8 +1,8 @@
-"""Rows that read over TCP from a node that shares no memory with the reader, compared with the best plain socket
-program.
+"""Rows that read over TCP from a node that shares no memory with the reader, compared with a plain socket program.
 
 The node's data server and the plain sender are separate processes. Both send the same number of bytes over loopback
-into the same warm buffer. Ours also proves every page by its token ids, and verifies every checksum.
+into the same warm buffer. The store also proves every page by its token ids, and verifies every checksum. The plain
+program is measured in two ways, and the faster one counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore.wire.data import ChainQuery, Hello, ReadRequest
 
 READY_S = 30.0
 BATCH_S = 30.0
-PLAIN_BYTES_MAX = 256 << 20  # of the plain sender's memory: larger than every cache
+PLAIN_BYTES_MAX = 256 << 20  # memory of the plain sender: larger than every cache
 PLAINS = ("plain", "plain_waitall")
 REQUEST_BYTES = 8
 
@@ -45,7 +45,7 @@ class RemoteReading:
         self._view = self.out.data.cast("B")
         self._cache = cache
         layout = work.layout
-        self._wanted = ChainQuery(layout.fingerprint, "", "", cache.frame_class, layout.attention == "full")
+        self._query = ChainQuery(layout.fingerprint, "", "", cache.frame_class, layout.attention == "full")
         deadline_s = time.monotonic() + READY_S
         hello = Hello(process=server.process)
         self.connection = DataConnection.open(server.address, hello, deadline_s=deadline_s, silence_s=BATCH_S)
@@ -55,28 +55,28 @@ class RemoteReading:
         self._plain_chains = plain_bytes(work) // work.chain_bytes
 
     def variants(self) -> dict[str, Callable[[tuple[int, Keys]], object]]:
-        """Return the variants; each is called with a chain's number and its keys."""
+        """Return the variants by name. Each one takes a chain's number and its keys."""
 
-        def ours(given: tuple[int, Keys]) -> int:
-            return pull(self.connection, self.request(given[1]), self.out, time.monotonic() + BATCH_S).pages
+        def ours(arguments: tuple[int, Keys]) -> int:
+            return pull(self.connection, self.request(arguments[1]), self.out, time.monotonic() + BATCH_S).pages
 
         return {"ours": ours, "plain": self._receive(0), "plain_waitall": self._receive(socket.MSG_WAITALL)}
 
     def request(self, keys: Keys) -> ReadRequest:
         """Make a request for the pages of one chain."""
-        return ReadRequest(self._wanted, keys, 0, self.work.layout.page_bytes)
+        return ReadRequest(self._query, keys, 0, self.work.layout.page_bytes)
 
     def _receive(self, flags: int) -> Callable[[tuple[int, Keys]], None]:
         view, plain, chain_bytes = self._view, self._plain, self.work.chain_bytes
 
-        def receive(given: tuple[int, Keys]) -> None:
-            plain.sendall((given[0] % self._plain_chains).to_bytes(REQUEST_BYTES, "little"))
-            have = 0
-            while have < chain_bytes:
-                more = plain.recv_into(view[have:], chain_bytes - have, flags)
-                if not more:
-                    raise BenchFailed("the plain sender is gone")
-                have += more
+        def receive(arguments: tuple[int, Keys]) -> None:
+            plain.sendall((arguments[0] % self._plain_chains).to_bytes(REQUEST_BYTES, "little"))
+            received = 0
+            while received < chain_bytes:
+                count = plain.recv_into(view[received:], chain_bytes - received, flags)
+                if not count:
+                    raise BenchFailed("the plain sender closed the connection")
+                received += count
 
         return receive
 
@@ -94,9 +94,9 @@ class RemoteReading:
         content = Content(self.work.layout.page_bytes)
         for chain in range(self.work.chains):
             self.out[:] = 0
-            given = self.prepare(chain)
-            self.check("ours", self.variants()["ours"](given))
-            content.check(self.out, given[1].hashes, f"chain {chain} over TCP")
+            arguments = self.prepare(chain)
+            self.check("ours", self.variants()["ours"](arguments))
+            content.check(self.out, arguments[1].hashes, f"chain {chain} over TCP")
 
     def close(self) -> None:
         """End both connections."""
@@ -105,21 +105,21 @@ class RemoteReading:
 
 
 def plain_bytes(work: BenchWork) -> int:
-    """Return the size of the plain sender's memory: whole chains."""
+    """Return the size of the plain sender's memory, a whole number of chains."""
     return min(work.chains, max(1, PLAIN_BYTES_MAX // work.chain_bytes)) * work.chain_bytes
 
 
 @contextmanager
 def data_server(stage: Stage, node: str) -> Iterator[tuple[Child, DataServerAt]]:
-    """Start a data server of that node; yields it and its address."""
+    """Run a data server of a node inside the context. Yield its process and its address."""
     arguments = ["data", "--node", node, "--listen", "127.0.0.1:0", "--shm-dir", str(stage.settings.shm_dir)]
     child = Child("the data server", arguments, environment(stage.settings.shm_dir))
     try:
         child.line(READY_S)
-        found = find_data_server(NodeFolder(stage.settings.shm_dir, node))
-        if found is None:
+        server = find_data_server(NodeFolder(stage.settings.shm_dir, node))
+        if server is None:
             raise BenchFailed(f"the data server of {node} does not report its address")
-        yield child, found
+        yield child, server
     finally:
         child.ask_to_end()
         child.wait()
@@ -127,7 +127,7 @@ def data_server(stage: Stage, node: str) -> Iterator[tuple[Child, DataServerAt]]
 
 @contextmanager
 def plain_sender(work: BenchWork) -> Iterator[int]:
-    """Start the plain sender; yields its port."""
+    """Run the plain sender inside the context. Yield its port."""
     command = [sys.executable, "-m", "kvstore.bench.remote", str(plain_bytes(work)), str(work.chain_bytes)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
@@ -141,7 +141,7 @@ def plain_sender(work: BenchWork) -> Iterator[int]:
 
 
 def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Read batches of 32 pages from another node's memory over one stream; the limit is the faster plain program."""
+    """Measure reads of 32 pages from another node's memory over one stream."""
     stored = stage.stored(geometry)
     work = stored.work
     with ExitStack() as scene:
@@ -152,12 +152,12 @@ def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
         reading.verify()
         steps = walk(work.chains, stage.settings.quick)
         seconds = alternate(reading.variants(), steps, stage.settings.rounds, reading.prepare, reading.check)
-        spent = cpu_per_gb(reading, child, steps)
+        cpu_s_per_gb = cpu_per_gb(reading, child, steps)
     best, chain_bytes = quickest(seconds, PLAINS), work.chain_bytes
     details = {
         "batch_pages": work.pages,
         "page_bytes": work.layout.page_bytes,
-        "cpu_s_per_gb": spent,
+        "cpu_s_per_gb": cpu_s_per_gb,
         "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
     }
     ours, limit = speeds(seconds["ours"], chain_bytes), speeds(seconds[best], chain_bytes)
@@ -165,22 +165,21 @@ def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
 
 
 def cpu_per_gb(reading: RemoteReading, child: Child, steps: list[int]) -> dict[str, float]:
-    """Return the CPU seconds of both ends of ours per 10^9 bytes."""
-    ours, given = reading.variants()["ours"], [reading.prepare(step) for step in steps[:64]]
-    before_us, before_them = time.process_time(), cpu_s(child.pid)
-    for one in given:
-        ours(one)
-    volume = len(given) * reading.work.chain_bytes / 1e9
+    """Return the CPU seconds per 10^9 bytes of the reader and of the data server."""
+    ours, batches = reading.variants()["ours"], [reading.prepare(step) for step in steps[:64]]
+    reader_s, server_s = time.process_time(), cpu_s(child.pid)
+    for batch in batches:
+        ours(batch)
+    volume = len(batches) * reading.work.chain_bytes / 1e9
     return {
-        "reader": (time.process_time() - before_us) / volume,
-        "data_server": (cpu_s(child.pid) - before_them) / volume,
+        "reader": (time.process_time() - reader_s) / volume,
+        "data_server": (cpu_s(child.pid) - server_s) / volume,
     }
 
 
 def send() -> None:
-    """Serve one connection as the plain program does: for every 8 bytes received (a chain's number), send that chain
-    from warm memory. There are no keys, checks or frames.
-    """
+    """Serve one connection: for every 8 bytes received (the number of a chain), send that chain from warm memory,
+    without keys, checks or frames."""
     walk_bytes, chain_bytes = int(sys.argv[1]), int(sys.argv[2])
     memory = empty(walk_bytes)
     memory[:] = 1
@@ -192,8 +191,8 @@ def send() -> None:
         connection, _ = listener.accept()
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while asked := connection.recv(REQUEST_BYTES, socket.MSG_WAITALL):
-        start = int.from_bytes(asked, "little") * chain_bytes
+    while request := connection.recv(REQUEST_BYTES, socket.MSG_WAITALL):
+        start = int.from_bytes(request, "little") * chain_bytes
         connection.sendall(view[start : start + chain_bytes])
 
 

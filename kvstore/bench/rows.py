@@ -1,7 +1,7 @@
 """Rows: the table of measurements with their bars, and the loop that runs them.
 
-Other packages add rows by entry points ``module:ROWS`` of the group ``kvstore.bench_rows``, each a sequence of ``Row``.
-They are loaded only if a requested name is not in this table, or if all rows are requested.
+Other packages add rows through entry points ``module:ROWS`` of the group ``kvstore.bench_rows``; each is a sequence of
+``Row``. They are loaded only if all rows are requested, or a name that is not in this table.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ ENTRY_POINT_GROUP = "kvstore.bench_rows"
 
 @dataclass(frozen=True)
 class Row:
-    """One row: ``measure(stage, name, bar)`` gives its line, and lines named ``<name>.<what>`` for variants of it.
+    """One row of the report.
 
-    ``bar`` is None if the row has no bar.
+    ``measure(stage, name, bar)`` returns its line, and lines named ``<name>.<variant>``. ``bar`` is None if there is
+    none.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Row:
 
     @property
     def bar_text(self) -> str:
-        """``>= 0.94``; "" if there is no bar."""
+        """The bar as text: ``>= 0.94``; "" if there is none."""
         return self.bar.text if self.bar is not None else ""
 
 
@@ -42,13 +43,13 @@ def _at_most(value: float) -> Bar:
     return Bar(value, at_least=False)
 
 
-SIZES = {"2m": "2 MiB", "256k": "256 KiB", "64k": "64 KiB"}  # of pages and values
+SIZES = {"2m": "2 MiB", "256k": "256 KiB", "64k": "64 KiB"}  # sizes of pages and values
 IN_2_S = Bar(2, at_least=False, of_ratio=False, unit="s")
 BYTES_400 = Bar(400, at_least=False, of_ratio=False, unit="B")
 
 
 def _sized(name: str, about: str, bars: Sequence[float | None], measure: Callable[..., list[Result]]) -> list[Row]:
-    """Make a row for each of SIZES, with its bar."""
+    """Return a row for each of ``SIZES``, with its bar."""
     return [
         Row(
             f"{name}_{size}",
@@ -60,7 +61,7 @@ def _sized(name: str, about: str, bars: Sequence[float | None], measure: Callabl
     ]
 
 
-# In this order, so that rows over the same stored pages follow each other.
+# Rows that use the same stored pages follow each other.
 _ROWS = (
     Row("keys_128k", "keys of a 128k-token prompt / hashing alone", _at_most(3), lookup.keys),
     Row("lookup_512", "lookup of a chain of 512 pages / 512 LMDB gets", _at_most(0.25), lookup.lookup),
@@ -101,13 +102,13 @@ ROWS = {row.name: row for row in _ROWS}
 
 
 def added() -> list[Row]:
-    """Return rows of other packages. They cannot replace built-in names."""
-    found = {}
+    """Return the rows of other packages. They cannot replace built-in rows."""
+    rows = {}
     for _, entry in sorted(about.entry_points(ENTRY_POINT_GROUP).items()):
         for row in entry.load():
-            assert isinstance(row, Row), f"{entry.value} holds a {type(row).__name__}"
-            found[row.name] = row
-    return [row for name, row in found.items() if name not in ROWS]
+            assert isinstance(row, Row), f"{entry.value} has a {type(row).__name__}"
+            rows[row.name] = row
+    return [row for name, row in rows.items() if name not in ROWS]
 
 
 def chosen(names: Sequence[str]) -> list[Row]:
@@ -122,14 +123,14 @@ def chosen(names: Sequence[str]) -> list[Row]:
     known = {row.name for row in rows}
     for name in names:
         if name not in known:
-            raise InvalidRequest("names", f"unknown row {name!r}; --list shows all")
+            raise InvalidRequest("names", f"unknown row, see --list (got {name!r})")
     return [row for row in rows if not names or row.name in names]
 
 
 def run(rows: Sequence[Row], settings: RunSettings) -> Iterator[tuple[Row, list[Result] | KVStoreError]]:
-    """Measure row by row: yields each row with its lines, or with the reason for its failure, as soon as it is known.
+    """Measure the rows, and yield each row with its lines, or with its error.
 
-    A row that fails does not prevent the others. At the end every process and node is gone.
+    A row that fails does not prevent the others. At the end all processes and nodes are removed.
     """
     with Stage(settings) as stage:
         for row in rows:

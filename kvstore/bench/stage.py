@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +20,23 @@ from kvstore.client.store import Store
 MIB, GIB = 1 << 20, 1 << 30
 EXTENT_BYTES = 128 * MIB  # the default of nodes of 2 GiB and more
 EXTENT_BYTES_QUICK = 16 * MIB
-SHARE_OF_FREE = 0.4  # of this machine's free memory, for one node
+SHARE_OF_FREE = 0.4  # the share of free memory that one node may use
 SETTLE_S = 60.0
-SCRATCH_DIR = Path("/var/tmp")  # on a disk, other than /tmp on many machines
-WORN_BY = (23, 5)  # pages per chain that were stored and evicted before
+SCRATCH_DIR = Path("/var/tmp")  # on a disk; /tmp is in memory on many machines
+WORN_BY = (23, 5)  # pages per chain of the two writers in ``Stage._wear``
 
 _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run is done.
+    """Settings of a run.
 
     Attributes:
-        rounds: of every row; the ratio is the median over them.
-        quick: seconds instead of minutes, on little data: checks that every row works; the numbers mean nothing.
-        dir: a folder on a disk for the files of rows that use NVMe.
-        device: the device of the rows' engines, "cpu" or "cuda:N".
+        rounds: rounds of every row; the ratio is their median.
+        quick: use little data and take seconds; checks that every row works, but the numbers mean nothing.
+        dir: a folder on a disk for the files of NVMe rows.
+        device: the device of the rows' engines, ``cpu`` or ``cuda:N``.
     """
 
     rounds: int = 5
@@ -46,7 +46,7 @@ class RunSettings:
 
     @property
     def shm_dir(self) -> Path:
-        """Where nodes keep their pages: where ``connect`` looks for them."""
+        """The folder of shared memory in which ``connect`` finds nodes."""
         return Path(os.environ.get("KVSTORE_SHM_DIR") or SHM_DIR)
 
     @property
@@ -56,9 +56,9 @@ class RunSettings:
 
     @property
     def walk_bytes(self) -> int:
-        """The working set of a row: distinct pages, more than caches hold. Less on a small machine."""
-        wanted = 128 * MIB if self.quick else max(GIB, 3 * l3_bytes())
-        return self.bounded(wanted) // self.extent_bytes * self.extent_bytes
+        """Bytes of distinct pages that a row reads: more than the caches have, but less on a small machine."""
+        target_bytes = 128 * MIB if self.quick else max(GIB, 3 * l3_bytes())
+        return self.bounded(target_bytes) // self.extent_bytes * self.extent_bytes
 
     def bounded(self, wanted_bytes: int) -> int:
         """Return ``wanted_bytes``, or the share of this machine's free memory that one node may use, if that is less.
@@ -85,7 +85,7 @@ def free_bytes(shm_dir: Path) -> int:
 
 @dataclass
 class StoredChains:
-    """A daemon, and pages in it that another process wrote."""
+    """A daemon with pages that another process wrote."""
 
     daemon: Daemon
     store: Store
@@ -93,33 +93,33 @@ class StoredChains:
 
 
 class Stage:
-    """The nodes that the rows of one run share. Leaving the ``with`` ends every process and removes every node that it
-    started.
+    """The nodes that the rows of one run share.
 
-    One node with stored pages lives at a time: a row that needs another replaces it.
+    At most one node with stored pages exists at a time; a row that needs another one replaces it. Leaving the ``with``
+    ends all processes and removes all nodes.
     """
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
-        self._shown: tuple[str, bool] | None = None
+        self._stored_kind: tuple[str, bool] | None = None
         self._stored: StoredChains | None = None
         self._scene = ExitStack()
 
     def stored(self, geometry: str, *, recycled: bool = False) -> StoredChains:
-        """Return a node with ``walk_bytes`` of pages in chains of 32, each contiguous if nothing was evicted yet.
+        """Return a node with ``walk_bytes`` of pages in chains of 32. The frames of each chain are contiguous.
 
         Args:
-            recycled: two writers have filled the node twice with chains of other lengths, which were all evicted:
-                chains are then fragmented as after long use.
+            recycled: let two writers first fill the node twice with chains of other lengths. Their pages are evicted,
+                and the stored chains are fragmented as after long use.
         """
-        if self._shown == (geometry, recycled) and self._stored is not None:
+        if self._stored_kind == (geometry, recycled) and self._stored is not None:
             return self._stored
         self.clear()
         settings = self.settings
         chain_bytes = BenchWork(geometry, 0, 1).chain_bytes
         work = BenchWork(geometry, seed=1, chains=settings.walk_bytes // chain_bytes)
-        # One extent more than the pages, for frames granted ahead. lru: what was put last stays, as the rows count on
-        # it
+        # One extent in addition to the pages, for frames that are granted ahead. With lru the last pages put stay,
+        # which the rows need.
         lru = {"eviction": "lru"}
         daemon = self.daemon(self._scene, settings.walk_bytes + settings.extent_bytes, settings=lru)
         if recycled:
@@ -127,11 +127,11 @@ class Stage:
         self.write(daemon, work)
         store = self._scene.enter_context(connect(daemon.name))
         settle(store)
-        self._shown, self._stored = (geometry, recycled), StoredChains(daemon, store, work)
+        self._stored_kind, self._stored = (geometry, recycled), StoredChains(daemon, store, work)
         return self._stored
 
     def _wear(self, daemon: Daemon, work: BenchWork) -> None:
-        """Let two processes put twice as many pages as fit, at the same time."""
+        """Let two processes put twice as many pages as fit, both at the same time."""
         with ExitStack() as scene:
             writers = [scene.enter_context(PeerProcess(daemon.name, self.settings.shm_dir)) for _ in WORN_BY]
             for seed, (writer, pages) in enumerate(zip(writers, WORN_BY, strict=True), start=2):
@@ -147,7 +147,8 @@ class Stage:
         extent_bytes: int = 0,
         settings: Mapping[str, object] = NO_SETTINGS,
     ) -> Daemon:
-        """Start a daemon with all its memory populated, ended with ``scene``. ``settings`` replace defaults."""
+        """Start a daemon, and wait until all its memory is populated. It ends with ``scene``. ``settings`` replace
+        defaults."""
         name = f"bench-{os.getpid()}-{next(_numbers)}"
         extent_bytes = extent_bytes or self.settings.extent_bytes
         size_bytes = -(-dram_bytes // extent_bytes) * extent_bytes
@@ -158,10 +159,10 @@ class Stage:
         return daemon
 
     def write(self, daemon: Daemon, work: BenchWork) -> float:
-        """Let another process put all pages of ``work``; return the seconds that its puts took.
+        """Let another process put all pages of ``work``; return the seconds of its puts.
 
         Raises:
-            BenchFailed: not all pages were new and stored.
+            BenchFailed: not all pages were stored as new pages.
         """
         with PeerProcess(daemon.name, self.settings.shm_dir) as writer:
             answer = writer.ask("write", work=work.to_json())
@@ -171,7 +172,7 @@ class Stage:
 
     def clear(self) -> None:
         """End the node with stored pages, if there is one."""
-        self._shown = self._stored = None
+        self._stored_kind = self._stored = None
         self._scene.close()
 
     def __enter__(self) -> Stage:
@@ -189,21 +190,20 @@ def _populated(store: Store) -> bool:
 
 
 def settle(store: Store) -> None:
-    """Let the daemon verify every page once, which computes all checksums, so that it is idle afterwards.
+    """Let the daemon verify every page, which computes all checksums. Afterwards the daemon is idle.
 
     Raises:
         BenchFailed: a page is damaged, or a conservation law is broken.
     """
-    found = store.verify()
-    if found["pages_damaged"] or found["findings"]:
-        raise BenchFailed(f"{store.name}: {found['pages_damaged']} pages damaged, findings {found['findings'][:3]}")
+    report = store.verify()
+    if report["pages_damaged"] or report["findings"]:
+        raise BenchFailed(f"{store.name}: {report['pages_damaged']} pages damaged, findings {report['findings'][:3]}")
 
 
-def wait_for(done: object, what: str, timeout_s: float = SETTLE_S) -> None:
-    """Poll ``done()`` until it is true. Raises BenchFailed after ``timeout_s``."""
-    assert callable(done)
+def wait_for(done: Callable[[], object], problem: str, timeout_s: float = SETTLE_S) -> None:
+    """Poll ``done()`` until it is true. Raises BenchFailed with ``problem`` after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() >= deadline:
-            raise BenchFailed(f"{what} after {timeout_s:g} s")
+            raise BenchFailed(f"{problem} after {timeout_s:g} s")
         time.sleep(0.02)

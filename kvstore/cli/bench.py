@@ -38,10 +38,10 @@ QUICK_ROUNDS, ROUNDS = 1, 5
 def bench(
     names: tuple[str, ...], runs: int | None, quick: bool, folder: Path, device: str, listing: bool, as_json: bool
 ) -> None:
-    """Measure the rows NAMES, or all rows: alternately this machine's limit and the store; prints medians and their
-    ratio.
+    """Compare the store with the limits of this machine, for the rows NAMES or all rows.
 
-    Starts its own nodes and removes them. A missed bar is a result, not a failure; wrong bytes are a failure.
+    Limit and store alternate; the report has their medians and ratios. The command starts its own nodes and removes
+    them. A missed bar is a result, not a failure; wrong bytes are a failure.
     """
     rows = chosen(names)
     if listing:
@@ -55,9 +55,9 @@ def measure(rows: Sequence[Row], settings: RunSettings, as_json: bool) -> None:
     """Measure rows, and print a table or JSON.
 
     Raises:
-        BenchFailed: after the report: a row failed.
+        BenchFailed: a row failed. The report was printed.
     """
-    signal.signal(signal.SIGTERM, _interrupt)  # so that daemons and their memory are removed too
+    signal.signal(signal.SIGTERM, _interrupt)  # so that daemons and their memory are removed
     facts = machine()  # before the rows, to record the load of other programs
     results: list[Result] = []
     failed: dict[str, str] = {}
@@ -69,15 +69,15 @@ def measure(rows: Sequence[Row], settings: RunSettings, as_json: bool) -> None:
             failed[row.name] = str(outcome)
         else:
             results += outcome
-        said = absent.get(row.name) or ("failed" if row.name in failed else "measured")
-        click.echo(f"{row.name}: {said}", err=True)
+        outcome_text = absent.get(row.name) or ("failed" if row.name in failed else "measured")
+        click.echo(f"{row.name}: {outcome_text}", err=True)
     if as_json:
         lines = [asdict(each) for each in results]
         print_json({"machine": facts, "settings": settings, "rows": lines, "failed": failed, "absent": absent})
     else:
         _print(results, settings.quick)
-        for name, why in absent.items():
-            click.echo(f"{name}: not measured, {why}")
+        for name, reason in absent.items():
+            click.echo(f"{name}: not measured, {reason}")
     if failed:
         raise BenchFailed("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
 

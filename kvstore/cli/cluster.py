@@ -1,4 +1,4 @@
-"""Lists the members of a cluster from its catalog."""
+"""Members of a pool: lists them from the catalog, and connects to their data servers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Pool = tuple[list[NodeEntry], list[EngineEntry], list[DataEntry], list[Conductor
 
 
 def cluster(url: str, pool: str, as_json: bool) -> None:
-    """Print the members of a pool."""
+    """Print the members of a pool, and the state of each part of the directory."""
     nodes, engines, servers, conductors = asyncio.run(members_of(url, pool))
     servers.sort(key=lambda each: each.name)
-    told = {each.name: _asked(each, pool) for each in servers}
+    states = {each.name: _directory_state(each, pool) for each in servers}
     if as_json:
         members = {
             "nodes": [asdict(each) for each in nodes],
             "engines": [asdict(each) for each in engines],
             "conductors": [asdict(each) for each in conductors],
-            "data": [{**asdict(each), "directory": told[each.name]} for each in servers],
+            "data": [{**asdict(each), "directory": states[each.name]} for each in servers],
         }
         print_json({"catalog": url, "pool": pool, "members": members})
         return
@@ -46,12 +46,15 @@ def cluster(url: str, pool: str, as_json: bool) -> None:
         for each in engines
     ]
     rows += [("conductor", each.name, each.host, _first(each.addresses), each.policy) for each in conductors]
-    rows += [("data", each.name, each.host, _first(each.addresses), _knows(each, told[each.name])) for each in servers]
+    rows += [
+        ("data", each.name, each.host, _first(each.addresses), _directory_text(each, states[each.name]))
+        for each in servers
+    ]
     print_table(("member", "name", "host", "address", "what"), rows)
 
 
 async def members_of(url: str, pool: str) -> Pool:
-    """Return the members of a pool; data servers with the newest last. Raises Unavailable if the catalog does not
+    """Return the members of a pool. The newest data servers are last. Raises Unavailable if the catalog does not
     answer."""
     access = configuration.load().node  # the environment has the credentials for etcd
     async with to_catalog(url, access) as catalog:
@@ -67,9 +70,9 @@ async def members_of(url: str, pool: str) -> Pool:
     )
 
 
-def _asked(server: DataEntry, pool: str) -> dict[str, Any] | None:
-    """Return a data server's account of its part of the directory; None if it does not answer, or refuses this
-    caller."""
+def _directory_state(server: DataEntry, pool: str) -> dict[str, Any] | None:
+    """Return the state of a data server's part of the directory; None if the server does not answer or refuses the
+    call."""
     try:
         with closing(dial(server, pool, "kvstore status")) as connection:
             return read_state(connection, ASK_S)
@@ -79,46 +82,46 @@ def _asked(server: DataEntry, pool: str) -> dict[str, Any] | None:
 
 def dial(server: DataEntry, pool: str, caller: str, silence_s: float = ASK_S) -> DataConnection:
     """Connect to a data server with the credentials in the environment. Raises as ``DataConnection.open``."""
-    ours = credentials_of(os.environ)
-    if server.tls and not ours.server_name:
-        ours = replace(ours, server_name=server.tls_name)
-    hello = Hello(pool=pool, node=server.node, caller=caller, token=ours.token, process=server.process)
+    credentials = credentials_of(os.environ)
+    if server.tls and not credentials.server_name:
+        credentials = replace(credentials, server_name=server.tls_name)
+    hello = Hello(pool=pool, node=server.node, caller=caller, token=credentials.token, process=server.process)
     if not server.addresses:
         raise NodeUnavailable(f"{server.node}: its data server has no address")
-    within_s = time.monotonic() + ASK_S
+    deadline_s = time.monotonic() + ASK_S
     return DataConnection.open(
-        server.addresses[0], hello, ours, tls=server.tls, deadline_s=within_s, silence_s=silence_s
+        server.addresses[0], hello, credentials, tls=server.tls, deadline_s=deadline_s, silence_s=silence_s
     )
 
 
-def asked(
+def ask(
     connection: DataConnection, kind: FrameKind, reply: FrameKind, within_s: float, request: bytes = b""
 ) -> dict[str, Any]:
-    """Return the JSON object that a data server answers. Raises as ``DataConnection.call``."""
+    """Send a request, and return the JSON object in the reply. Raises as ``DataConnection.call``."""
     body = connection.call(kind, request, reply=reply, deadline_s=time.monotonic() + within_s)
     try:
-        told = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, dict):
-        raise WireError(f"{kind.name}: the answer is not a JSON object")
-    return told
+        document = None
+    if not isinstance(document, dict):
+        raise WireError(f"{kind.name}: the reply is not a JSON object")
+    return document
 
 
-def _knows(server: DataEntry, told: dict[str, Any] | None) -> str:
-    """Describe the part of the directory that a node owns, and the age of its oldest entries."""
+def _directory_text(server: DataEntry, state: dict[str, Any] | None) -> str:
+    """Describe the part of the directory that a data server owns, and the age of its oldest entries."""
     pages = f"pages of {server.node}, over {ways_text(server.transports)}"
-    if told is None:
+    if state is None:
         return f"{pages}; does not answer"
-    ages = told.get("heard_ago_s", {}).items()
+    ages = state.get("heard_ago_s", {}).items()
     oldest = max(ages, key=lambda item: item[1], default=None)
     since = f", {oldest[0]} last heard {duration_text(oldest[1])} ago" if oldest else ""
-    heard = told.get("catalog_heard_ago_s")
-    fault = (told.get("membership") or {}).get("fault", "")
+    heard = state.get("catalog_heard_ago_s")
+    fault = (state.get("membership") or {}).get("fault", "")
     catalog = f", the catalog {duration_text(heard)} ago" if heard is not None else ""
     return (
-        f"{pages}; {told.get('connections', 0)} connections; "
-        f"lists {told.get('entries', 0)} of {len(ages)} nodes{since}{catalog}{f'; {fault}' if fault else ''}"
+        f"{pages}; {state.get('connections', 0)} connections; "
+        f"lists {state.get('entries', 0)} of {len(ages)} nodes{since}{catalog}{f'; {fault}' if fault else ''}"
     )
 
 

@@ -22,9 +22,9 @@ def config(path: str | None, as_json: bool, **flags: Any) -> None:
     Sources, strongest first: a flag, the environment (KVSTORE_DRAM), the file, the default. docs/config.md explains the
     settings. Nothing secret is shown: keys, certificates and tokens are files, and only their paths are settings.
     """
-    found = configuration.load(path, flags=flags)
+    loaded = configuration.load(path, flags=flags)
     settings = [
-        (name, setting.parser, getattr(found.node, name), found.sources[f"node.{name}"])
+        (name, setting.parser, getattr(loaded.node, name), loaded.sources[f"node.{name}"])
         for name, setting in declarations(NodeConfig).items()
     ]
     if as_json:

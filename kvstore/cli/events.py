@@ -16,7 +16,7 @@ from kvstore.cli.output import json_option, name_text
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 
 KINDS = ("sealed", "demoted", "promoted", "evicted", "dropped", "cleared")
-WAIT_S = 1.0  # of one call without new events
+WAIT_S = 1.0  # how long one call waits for new events
 PAUSE_S = 0.05  # between two calls, so that events in quick succession are fetched together
 KEYS_SHOWN = 3
 DASH = "-"
@@ -67,24 +67,24 @@ def events(
 def _events(store: kvstore.Store, after: int | None, follow: bool) -> Iterator[dict[str, Any]]:
     """Yield events, and ``{"lost": n}`` in place of events that were overwritten before they could be read.
 
-    Without ``follow`` it ends with the event that was newest at the beginning. With it, a node that has answered once
-    is polled until it is back.
+    Without ``follow`` the last event is the newest one at the time of the call. With ``follow`` a node that has
+    answered once is polled after it stops answering.
     """
-    last, answered, missing = None, False, False
+    last, has_answered, is_missing = None, False, False
     if not follow:
         last, after = int(store.events()["next"]), after or 0
     while True:
         try:
             reply = store.events(after, wait_s=WAIT_S if follow else 0.0)
         except (NodeUnavailable, DeadlineExceeded):
-            if not follow or not answered:
+            if not follow or not has_answered:
                 raise
-            if not missing:
+            if not is_missing:
                 click.echo(f"kvstore: {store.name} does not answer; retrying", err=True)
-            missing = True
+            is_missing = True
             time.sleep(WAIT_S)
             continue
-        answered, missing = True, False
+        has_answered, is_missing = True, False
         if reply["lost"]:
             yield {"lost": reply["lost"]}
         yield from reply["events"]
@@ -102,21 +102,21 @@ def _lines(event: Mapping[str, Any], all_keys: bool) -> list[str]:
     time_ns = event["time_ns"]
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns // 10**9))
     head = f"{clock}.{time_ns // 10**6 % 1000:03d}  {event['seq']}  {event['kind']:<8}  {event['tier']:<4}"
-    found = []
+    lines = []
     for tenant, keys in _by_tenant(event):
         shown = keys if all_keys else keys[:KEYS_SHOWN]
         more = f" and {len(keys) - len(shown)} more" if len(keys) > len(shown) else ""
         pages = f"{len(keys)} page{'' if len(keys) == 1 else 's'}"
-        found.append(f"{head}  {event['reason'] or DASH:<8}  {tenant}  {pages}  {' '.join(shown) or DASH}{more}")
-    return found
+        lines.append(f"{head}  {event['reason'] or DASH:<8}  {tenant}  {pages}  {' '.join(shown) or DASH}{more}")
+    return lines
 
 
 def _by_tenant(event: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Return (tenant, keys); the tenant is ``-`` if the node does not know it."""
+    """Return each tenant with its keys. The tenant is ``-`` if the node does not know it."""
     tenants, keys = event.get("tenants", []), event["keys"]
     if len(tenants) < 2:
         return [(name_text(tenants[0]) if tenants else DASH, keys)]
-    found: dict[int, list[str]] = {}
-    for whose, key in zip(event["whose"], keys, strict=True):
-        found.setdefault(int(whose), []).append(key)
-    return [(name_text(tenants[whose]) if whose >= 0 else DASH, some) for whose, some in found.items()]
+    keys_of: dict[int, list[str]] = {}  # by the index of the tenant; -1: unknown
+    for index, key in zip(event["whose"], keys, strict=True):
+        keys_of.setdefault(int(index), []).append(key)
+    return [(name_text(tenants[index]) if index >= 0 else DASH, keys) for index, keys in keys_of.items()]

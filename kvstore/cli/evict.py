@@ -14,12 +14,12 @@ from kvstore.errors import InvalidRequest
 
 NAMES_SHOWN = 20  # tenants or models; --json shows up to a hundred
 WHY = {
-    "leased": "a reader holds a lease on them",
+    "leased": "readers have leases on them",
     "pinned": "see `kvstore pin --list`",
-    "held": "children are being written, or they are being copied",
-    "children": "later pages of their chains stay",
-    "changed": "they left or moved in the meantime",
-    "time": "too many for one call: evict again",
+    "held": "they are being copied, or their children are being written",
+    "children": "later pages of their chains stay too",
+    "changed": "they were evicted or moved in the meantime",
+    "time": "too many pages for one call; run it again",
     "unsaved": "they were not saved to NVMe in time",
 }
 
@@ -62,32 +62,34 @@ def evict(
     all pages before them in their chains.
     """
     amounts = {"--pages": count, "--bytes": size, "--percent": percent}
-    said = [option for option, value in amounts.items() if value is not None]
-    if len(said) > 1:
-        raise InvalidRequest(said[1], f"cannot be combined with {said[0]}")
+    used = [option for option, value in amounts.items() if value is not None]
+    if len(used) > 1:
+        raise InvalidRequest(used[1], f"cannot be combined with {used[0]}")
     named = prompt.tokens is not None
-    if not said and age_s is None and salt is None and not named:
+    if not used and age_s is None and salt is None and not named:
         raise InvalidRequest("evict", "needs one of --pages, --bytes, --percent, --age, --tenant and a prompt")
     with kvstore.connect(node) as store:
         keys = prompt.find(store, salt).page_keys() if named else None
         salt = None if named else salt
-        found = store.evict(count, size, percent=percent, tier=tier, age_s=age_s, salt=salt, keys=keys, dry_run=dry_run)
+        report = store.evict(
+            count, size, percent=percent, tier=tier, age_s=age_s, salt=salt, keys=keys, dry_run=dry_run
+        )
         name = store.name
     if as_json:
-        print_json({"node": name, **found})
+        print_json({"node": name, **report})
         return
-    click.echo(f"{'would evict' if dry_run else 'evicted'} {found['pages']} pages ({bytes_text(found['bytes'])})")
-    if found["pages"]:
-        print_table(("by", "name", "pages", "size"), list(_rows(found)))
-    for reason, pages in sorted(found["stayed"].items(), key=lambda item: -item[1]):
+    click.echo(f"{'would evict' if dry_run else 'evicted'} {report['pages']} pages ({bytes_text(report['bytes'])})")
+    if report["pages"]:
+        print_table(("by", "name", "pages", "size"), list(_rows(report)))
+    for reason, pages in sorted(report["stayed"].items(), key=lambda item: -item[1]):
         click.echo(f"{pages} {'would stay' if dry_run else 'stayed'}: {reason}, {WHY.get(reason, 'as the node says')}")
 
 
-def _rows(found: dict[str, Any]) -> list[tuple[object, ...]]:
-    """Return sums by tier, tenant and model, the largest first, with the rest in one row."""
+def _rows(report: dict[str, Any]) -> list[tuple[object, ...]]:
+    """Return the sums by tier, tenant and model, the largest first. The smallest ones share a row."""
     rows: list[tuple[object, ...]] = []
     for by in ("tier", "tenant", "model"):
-        sums = sorted(found[f"by_{by}"].items(), key=lambda item: -item[1]["bytes"])
+        sums = sorted(report[f"by_{by}"].items(), key=lambda item: -item[1]["bytes"])
         rows += [(by, name or "(none)", of["pages"], bytes_text(of["bytes"])) for name, of in sums[:NAMES_SHOWN]]
         rest = [of for _, of in sums[NAMES_SHOWN:]]
         if rest:

@@ -19,7 +19,7 @@ from kvstore.cluster.directory import TIERS
 from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
 from kvstore.model.replica import Tier
 
-Told = dict[str, Any]
+Document = dict[str, Any]
 
 TEXTS = {
     "identity": "another page has this key",
@@ -34,14 +34,14 @@ TEXTS = {
 
 @dataclass(frozen=True)
 class PageLine:
-    """One page's row: ``reason`` is "" for a hit, else a code; ``detail`` may explain it."""
+    """The facts about one page. ``reason`` is "" for a hit, else a code, which ``detail`` may explain."""
 
     page: int
     key: str
     hit: bool
     tiers: list[str]
     reason: str
-    detail: Told
+    detail: Document
     node: str = ""  # another node of the pool that has it
 
 
@@ -60,10 +60,10 @@ def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: b
         raise InvalidRequest("prompt", NEEDED)
     with kvstore.connect(node) as store:
         found = prompt.find(store, salt)
-        told, explained = _told(store, found)
-        pages = _with_others(_pages(found, told, explained), found)
+        answer, explained = _explain(store, found)
+        pages = _with_others(_pages(found, answer, explained), found)
         name = store.name
-    document = _document(name, found, pages, told, explained)
+    document = _document(name, found, pages, answer, explained)
     if as_json:
         print_json(document)
         return
@@ -76,19 +76,19 @@ def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: b
         click.echo(f"these tokens are stored under {_other(other)}")
 
 
-def _told(store: Store, prompt: Prompt) -> tuple[Told, bool]:
-    """Return what the node knows of each page, and whether it explained misses; without that, only how much of the
-    prompt is found."""
+def _explain(store: Store, prompt: Prompt) -> tuple[Document, bool]:
+    """Return the node's facts about each page and True. Return only the result of a lookup and False if the node does
+    not explain misses."""
     try:
-        if store.stats()["state"] == "down":  # known at once; a call would wait for the daemon
+        if store.stats()["state"] == "down":  # a call would wait for the daemon
             raise NodeUnavailable(store.name)
         return store.explain(prompt.keys), True
-    except (NodeUnavailable, PermissionDenied):  # reads work without the daemon, and for tenants
+    except (NodeUnavailable, PermissionDenied):  # lookups also work without the daemon, and for tenants
         match = prompt.cache.lookup(prompt.keys)
         dram = match.tiers.get(Tier.DRAM, 0)
         tiers = [["dram"]] * dram + [["nvme"]] * (match.pages - dram) + [[]] * (len(prompt.keys) - match.pages)
         return {
-            "pages": [{"tiers": found} for found in tiers],
+            "pages": [{"tiers": names} for names in tiers],
             "elsewhere": [],
             "events_s": 0,
             "scanning": False,
@@ -99,26 +99,26 @@ def _with_others(pages: list[PageLine], prompt: Prompt) -> list[PageLine]:
     """Mark pages that only other nodes of the pool have as hits."""
     first = next((page.page for page in pages if not page.hit), len(pages))
     stretches = prompt.cache.peer_stretches(prompt.keys, first) if isinstance(prompt.cache, LocalCache) else []
-    for each in stretches:
-        for page, tier in enumerate(each.tiers, first + each.start):
+    for stretch in stretches:
+        for page, tier in enumerate(stretch.tiers, first + stretch.start):
             old = pages[page]
-            pages[page] = replace(old, hit=True, tiers=[str(TIERS[tier])], reason="", detail={}, node=each.node)
+            pages[page] = replace(old, hit=True, tiers=[str(TIERS[tier])], reason="", detail={}, node=stretch.node)
     return pages
 
 
-def _pages(prompt: Prompt, told: Told, explained: bool) -> list[PageLine]:
+def _pages(prompt: Prompt, answer: Document, explained: bool) -> list[PageLine]:
     pages: list[PageLine] = []
-    complete = True  # so far
-    for number, (key, about) in enumerate(zip(prompt.keys.hashes, told["pages"], strict=True)):
-        hit = complete and bool(about["tiers"])
-        reason = "" if hit else _reason(about, number, complete, told, explained)
+    is_complete = True  # every page so far is a hit
+    for number, (key, about) in enumerate(zip(prompt.keys.hashes, answer["pages"], strict=True)):
+        hit = is_complete and bool(about["tiers"])
+        reason = "" if hit else _reason(about, number, is_complete, answer, explained)
         detail = {name: value for name, value in about.items() if name != "tiers"}
         pages.append(PageLine(number, key.hex(), hit, about["tiers"], reason, detail))
-        complete = hit
+        is_complete = hit
     return pages
 
 
-def _reason(about: Told, number: int, complete: bool, told: Told, explained: bool) -> str:
+def _reason(about: Document, number: int, is_complete: bool, answer: Document, explained: bool) -> str:
     """Return why a page is not found. Facts about the page itself take precedence over facts about others."""
     event = about.get("event", {})
     if not explained:
@@ -130,19 +130,19 @@ def _reason(about: Told, number: int, complete: bool, told: Told, explained: boo
             return fact
     if event.get("kind") in ("evicted", "dropped"):
         return str(event["kind"])
-    if not complete:
+    if not is_complete:
         return "parent"
-    if number == 0 and told["elsewhere"]:
+    if number == 0 and answer["elsewhere"]:
         return "elsewhere"
-    return "scanning" if told["scanning"] else "absent"
+    return "scanning" if answer["scanning"] else "absent"
 
 
-def _document(name: str, prompt: Prompt, pages: list[PageLine], told: Told, explained: bool) -> Told:
+def _document(name: str, prompt: Prompt, pages: list[PageLine], answer: Document, explained: bool) -> Document:
     """Return the document that --json prints."""
     layout = prompt.cache.layout
     stored = sum(page.hit and not page.node for page in pages)
-    found = stored + sum(bool(page.node) for page in pages)
-    asked = (len(prompt.tokens) - 1) // layout.page_tokens
+    pool_pages = stored + sum(bool(page.node) for page in pages)
+    usable_pages = (len(prompt.tokens) - 1) // layout.page_tokens
     dram = sum(page.hit and not page.node and "dram" in page.tiers for page in pages)
     return {
         "node": name,
@@ -158,19 +158,19 @@ def _document(name: str, prompt: Prompt, pages: list[PageLine], told: Told, expl
         "stored_tokens": stored * layout.page_tokens,
         "dram_pages": dram,
         "nvme_only_pages": stored - dram,
-        "other_nodes_pages": found - stored,
-        "match_pages": min(found, asked),
-        "match_tokens": min(found, asked) * layout.page_tokens,
+        "other_nodes_pages": pool_pages - stored,
+        "match_pages": min(pool_pages, usable_pages),
+        "match_tokens": min(pool_pages, usable_pages) * layout.page_tokens,
         "reason": next((page.reason for page in pages if not page.hit), ""),
         "explained": explained,
-        "events_s": told["events_s"],
-        "scanning": told["scanning"],
-        "elsewhere": told["elsewhere"],
+        "events_s": answer["events_s"],
+        "scanning": answer["scanning"],
+        "elsewhere": answer["elsewhere"],
         "pages": [asdict(page) for page in pages],
     }
 
 
-def _summary(document: Told) -> str:
+def _summary(document: Document) -> str:
     full, stored, tokens = document["full_pages"], document["stored_pages"], document["tokens"]
     if not full:
         return f"{tokens} tokens fill no page of {document['page_tokens']}: nothing of this prompt can be stored"
@@ -224,7 +224,7 @@ def _note(page: PageLine) -> str:
     return TEXTS[page.reason]
 
 
-def _other(about: Told) -> str:
+def _other(about: Document) -> str:
     parts = [f"salt {about['salt']!r}"]
     parts += [f"{name} {about[name]!r}" for name in ("adapter", "model") if about[name]]
     return f"{', '.join(parts)}, layout {about['fingerprint'][:12]}"

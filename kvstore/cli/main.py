@@ -1,9 +1,9 @@
 """The `kvstore` command: finds the subcommand, runs it, and turns every failure into one line and an exit code.
 
-A subcommand is a click command in a module of its own, imported only when it is called: ``kvstore --help`` lists names
-from the table below and from the entry-point group ``kvstore.commands`` (by which `engine` adds its own). It returns
-None, or its exit code. It raises `KVStoreError` for problems that the user can fix; internal errors end with a
-traceback.
+A subcommand is a click command in its own module, which is imported only when the subcommand is called. ``kvstore
+--help`` lists names from the table below and from the entry-point group ``kvstore.commands``, with which `engine` adds
+its commands. A subcommand returns None or its exit code. It raises `KVStoreError` for problems that the user can fix;
+internal errors end with a traceback.
 
 Exit codes: 0 success, 1 failure, 2 an invalid request, 130 Ctrl-C.
 """
@@ -53,8 +53,8 @@ COMMANDS: Mapping[str, str] = {
     "verify": "kvstore.cli.verify:verify",
 }
 
-# Kept here so that --help imports nothing. Commands of entry points may be listed too; for others the help names their
-# package.
+# The table is here so that --help imports no subcommand. It may have commands of entry points. For commands that it
+# does not have, the help names the package.
 SHORT_HELP: Mapping[str, str] = {
     "bench": "Measure the store against this machine's limits.",
     "completion": "Print the completion script for a shell.",
@@ -87,8 +87,8 @@ def _entry_points() -> Mapping[str, EntryPoint]:
 class LazyGroup(click.Group):
     """A group that imports a subcommand only when it is called.
 
-    `commands_of` maps a name to ``"module:attribute"``; `added` returns the entry points of other packages, once; they
-    cannot replace built-in names.
+    `commands_of` maps a name to ``"module:attribute"``. `added` is called once, and returns the entry points of other
+    packages, which cannot replace built-in names.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class LazyGroup(click.Group):
         return sorted({*self._own, *self._added})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return the subcommand; None for an unknown name. The error for a missing package names it."""
+        """Import and return a subcommand; None for an unknown name. If a package is missing, the error names it."""
         if cmd_name in self._own:
             target = self._own[cmd_name]
         elif cmd_name in self._added:
@@ -129,10 +129,10 @@ class LazyGroup(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete names of subcommands, without importing each one for its help as click would; and flags."""
+        """Complete flags, and names of subcommands. Unlike click's own method it does not import the subcommands."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
-        found = [CompletionItem(name, help=self._short_help(name)) for name in names]
-        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+        items = [CompletionItem(name, help=self._short_help(name)) for name in names]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands for --help without importing them."""
@@ -161,16 +161,16 @@ def cli() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `kvstore` with `args` (the process's own when None) and exit with its code: raises SystemExit."""
+    """Run `kvstore` with `args`, by default the arguments of the process, and exit with its code."""
     sys.exit(run(cli, args))
 
 
 def run(command: click.Command, args: Sequence[str] | None = None) -> int:
-    """Run `command` and return its exit code. Failures are one line on stderr, ``kvstore: <field>: <reason>``."""
+    """Run `command` and return its exit code. A failure is one line on stderr, ``kvstore: <field>: <reason>``."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's C code writes its own lines
     try:
         result = command.main(args, prog_name="kvstore", standalone_mode=False)
-        sys.stdout.flush()  # here, where a closed pipe can still be handled
+        sys.stdout.flush()  # here, because a closed pipe is handled below
     except click.exceptions.NoArgsIsHelpError as asked:
         click.echo(asked.format_message(), err=True)
         return EXIT_USAGE
@@ -191,13 +191,13 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
 
 
 def _one_line(failed: click.ClickException | KVStoreError) -> str:
-    """Return ``<field>: <reason>`` on one line; for click's usage errors the field is the option or argument as
-    typed."""
+    """Return ``<field>: <reason>`` on one line. For click's usage errors the field is the option or argument as the
+    user typed it."""
     match failed:
         case click.NoSuchOption():
             text = f"{failed.option_name}: no such option{_did_you_mean(failed.possibilities)}"
         case click.exceptions.NoSuchCommand():
-            # click suggests only loaded commands, and these are loaded late.
+            # click suggests only commands that are loaded, and these are not.
             group = failed.ctx.command if failed.ctx else None
             known = group.list_commands(failed.ctx) if failed.ctx and isinstance(group, click.Group) else []
             text = (
@@ -220,7 +220,7 @@ def _one_line(failed: click.ClickException | KVStoreError) -> str:
 
 def _plain(message: str) -> str:
     """Replace click's names of number types by words."""
-    return _NUMBER_TYPE.sub(lambda found: f"is not a {'whole ' if found[1] == 'integer' else ''}number", message)
+    return _NUMBER_TYPE.sub(lambda match: f"is not a {'whole ' if match[1] == 'integer' else ''}number", message)
 
 
 def _did_you_mean(possibilities: Sequence[str] | None) -> str:
@@ -236,7 +236,7 @@ def _parameter(failed: click.BadParameter) -> str:
 
 
 def _silence_stdout() -> None:
-    """Redirect the interpreter's flush at exit, which would complain about the closed pipe."""
+    """Redirect stdout to nowhere, because the interpreter's flush at exit would report the closed pipe."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

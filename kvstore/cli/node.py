@@ -1,4 +1,4 @@
-"""The ``--node`` option, which selects a command's node, equal for all commands."""
+"""The ``--node`` option, which selects the node of a command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def node_option(command: _Command) -> _Command:
 
 
 def node_names(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return nodes of this machine for a shell's completion, ignoring unreadable folders."""
-    found = list_nodes(os.environ.get("KVSTORE_SHM_DIR") or "/dev/shm")
-    named = [one for one in found if one[0].startswith(incomplete) and not one[0].startswith("embedded-")]
-    return [CompletionItem(name, help="" if alive else "not running") for name, alive in named]
+    """Return the nodes of this machine for a shell's completion. Unreadable folders are ignored."""
+    nodes = list_nodes(os.environ.get("KVSTORE_SHM_DIR") or "/dev/shm")
+    return [
+        CompletionItem(name, help="" if alive else "not running")
+        for name, alive in nodes
+        if name.startswith(incomplete) and not name.startswith("embedded-")
+    ]

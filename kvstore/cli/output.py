@@ -1,6 +1,5 @@
-"""Output of subcommands: aligned tables for people, one JSON document for programs, and numbers with units.
-
-Types of click's options for durations, percentages and sizes.
+"""Output of subcommands: aligned tables, JSON documents and numbers with units; and option types for click: durations,
+percentages and sizes.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def json_option(command: _Command) -> _Command:
-    """The ``--json`` flag that every subcommand has; the command receives it as ``as_json``."""
+    """Add the ``--json`` flag, which every subcommand has; the command receives it as ``as_json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(command)
 
 
 def print_json(document: object) -> None:
     """Write `document` to stdout as one JSON document.
 
-    Dataclasses become objects, enums their values, bytes hexadecimal text, NumPy scalars and arrays plain numbers and
-    lists. NaN and infinities are refused with ValueError: JSON cannot represent them.
+    Dataclasses are written as objects, enums as their values, bytes as hexadecimal text, and NumPy scalars and arrays
+    as numbers and lists. Raises ValueError for NaN and infinities, which JSON cannot represent.
     """
     click.echo(json.dumps(document, indent=2, default=_plain, allow_nan=False))
 
 
 def say(as_json: bool, document: object, line: str) -> None:
-    """Print a document or a line and flush it, since the process that started this one may wait for it."""
+    """Print a document or a line and flush it, because the parent process may wait for it."""
     if as_json:
         print_json(document)
     else:
@@ -63,10 +62,10 @@ def print_pairs(pairs: Mapping[str, object]) -> None:
 
 
 def table_text(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table with columns as wide as their longest cell; columns of numbers are right-aligned.
+    """Return a table with columns as wide as their longest cell. Columns of numbers are right-aligned.
 
-    Cells are shown with `str`; a column counts as numbers if every cell in it is ``-`` or starts with a digit (and is
-    not a page's key).
+    Cells are converted with `str`. A column has numbers if every cell in it is ``-`` or starts with a digit and is not
+    a page's key.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     assert all(len(row) == len(headers) for row in cells), "every row has one cell per header"
@@ -83,7 +82,7 @@ def table_text(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def bytes_text(size_bytes: float) -> str:
-    """A size for people, in binary units, three digits: ``512 MiB``, ``1.46 GiB``."""
+    """Return a size in binary units with three digits: ``512 MiB``, ``1.46 GiB``."""
     scaled, unit = float(size_bytes), 0
     while abs(scaled) >= 999.5 and unit < len(_BYTE_UNITS) - 1:
         scaled, unit = scaled / 1024, unit + 1
@@ -91,7 +90,7 @@ def bytes_text(size_bytes: float) -> str:
 
 
 def duration_text(duration_s: float) -> str:
-    """A duration for people: ``2 h 5 min``, ``3 min 20 s``, ``1.46 s``, ``85 us``."""
+    """Return a duration with units: ``2 h 5 min``, ``3 min 20 s``, ``1.46 s``, ``85 us``."""
     whole_s = round(duration_s)
     if whole_s >= 3600:
         return f"{whole_s // 3600} h {whole_s % 3600 // 60} min"
@@ -104,17 +103,17 @@ def duration_text(duration_s: float) -> str:
 
 
 def speed_text(bytes_per_s: float) -> str:
-    """A transfer speed for people in GB/s (10^9), as memory and links are quoted: ``19.2 GB/s``."""
+    """Return a transfer speed in GB/s (10^9 bytes), the usual unit for memory and links: ``19.2 GB/s``."""
     return f"{_three_digits(bytes_per_s / 1e9)} GB/s"
 
 
 def name_text(name: str) -> str:
-    """A name for a terminal: at most 40 characters, ``?`` for control codes, and ``(none)`` for an empty name."""
+    """Return a name for a terminal: at most 40 characters, ``?`` for control codes, and ``(none)`` if it is empty."""
     return "".join(c if c.isprintable() else "?" for c in name[:40]) or "(none)"
 
 
 def ratio_text(part: float, whole: float) -> str:
-    """`part` / `whole` with two decimals; ``-`` if `whole` is 0."""
+    """Return `part` / `whole` with two decimals; ``-`` if `whole` is 0."""
     return f"{part / whole:.2f}" if whole else "-"
 
 
@@ -154,20 +153,21 @@ def parse_duration(text: str) -> float:
     """Return the seconds of ``90``, ``90s``, ``1.5h``, ``1h30m`` or ``2d``. Raises ValueError."""
     seconds, place, parts = 0.0, 0, 0
     text = text.strip()
-    for found in _PART.finditer(text):
-        number, unit = found.groups()
-        bare = not unit and found.end() == len(text) and parts == 0  # a number alone is seconds
-        if found.start() != place or not (bare or unit in _UNITS_S):
+    for match in _PART.finditer(text):
+        number, unit = match.groups()
+        is_bare = not unit and match.end() == len(text) and parts == 0  # a number without a unit is seconds
+        if match.start() != place or not (is_bare or unit in _UNITS_S):
             break
         seconds += float(number) * _UNITS_S[unit or "s"]
-        place, parts = found.end(), parts + 1
+        place, parts = match.end(), parts + 1
     if not parts or place != len(text) or not math.isfinite(seconds):
         raise ValueError(f"must be a duration such as 30s, 10m, 1h30m or 2d (got {text!r})")
     return seconds
 
 
 class Duration(click.ParamType[float]):
-    """Seconds, as parsed by ``parse_duration``; above zero and at most ``days_max`` days."""
+    """An option in seconds, as parsed by ``parse_duration``: above zero and at most ``days_max`` days if that is
+    set."""
 
     name = "duration"
 
@@ -175,7 +175,7 @@ class Duration(click.ParamType[float]):
         self._days_max = days_max
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """See ``click.ParamType``."""
+        """Convert an option's value, or fail with a message for the user."""
         try:
             seconds = float(value) if isinstance(value, int | float) else parse_duration(str(value))
         except ValueError as error:
@@ -186,12 +186,12 @@ class Duration(click.ParamType[float]):
 
 
 class Percent(click.ParamType[float]):
-    """Above 0 and at most 100, from ``25`` or ``25%``."""
+    """An option above 0 and at most 100, from ``25`` or ``25%``."""
 
     name = "percent"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """See ``click.ParamType``."""
+        """Convert an option's value, or fail with a message for the user."""
         text = str(value).strip().removesuffix("%").strip()
         try:
             percent = float(text)
@@ -203,12 +203,12 @@ class Percent(click.ParamType[float]):
 
 
 class Size(click.ParamType[int]):
-    """Bytes, from ``512MiB``, ``4GiB`` or ``1048576``."""
+    """An option in bytes, from ``512MiB``, ``4GiB`` or ``1048576``."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """See ``click.ParamType``."""
+        """Convert an option's value, or fail with a message for the user."""
         try:
             return parse_size(value)
         except InvalidRequest as error:

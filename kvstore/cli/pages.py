@@ -48,19 +48,19 @@ def pages(
     with kvstore.connect(node) as store:
         keys = prompt.find(store, salt).page_keys() if named else None
         salt = None if named else salt
-        found = store.pages(limit, tier=tier, order=order, salt=salt, age_s=age_s, keys=keys, after=after)
+        reply = store.pages(limit, tier=tier, order=order, salt=salt, age_s=age_s, keys=keys, after=after)
         name = store.name
     if as_json:
-        print_json({"node": name, "next": None, **found})
+        print_json({"node": name, "next": None, **reply})
         return
-    if found["pages"]:
+    if reply["pages"]:
         headers = ("key", "tier", "page", "size", "unused for", "tenant", "model", "priority", "children", "kept")
-        print_table(headers, [_row(page) for page in found["pages"]])
+        print_table(headers, [_row(page) for page in reply["pages"]])
         click.echo()
-    shown = len(found["pages"])
-    click.echo(f"{shown} of {found['total']} pages ({bytes_text(found['bytes'])} in all)")
-    if "next" in found:
-        click.echo(f"continue with --after {found['next']}")
+    shown = len(reply["pages"])
+    click.echo(f"{shown} of {reply['total']} pages ({bytes_text(reply['bytes'])} in all)")
+    if "next" in reply:
+        click.echo(f"continue with --after {reply['next']}")
 
 
 def _priority(page: dict[str, Any]) -> str:

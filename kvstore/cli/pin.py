@@ -44,38 +44,38 @@ def pin(
         raise InvalidRequest("--ttl", "is needed: a duration such as 30m, 1h or 2d")
     with kvstore.connect(node) as store:
         keys = prompt.find(store, salt).page_keys()
-        found = store.pin(keys, ttl_s)
+        reply = store.pin(keys, ttl_s)
         name = store.name
     if as_json:
-        print_json({"node": name, "asked_pages": len(keys), **found})
+        print_json({"node": name, "asked_pages": len(keys), **reply})
         return
-    until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["until"]))
+    until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reply["until"]))
     click.echo(
-        f"pin {found['pin']}: {found['pages']} of {len(keys)} pages ({bytes_text(found['bytes'])}) until {until}"
+        f"pin {reply['pin']}: {reply['pages']} of {len(keys)} pages ({bytes_text(reply['bytes'])}) until {until}"
     )
 
 
 def _list(node: str | None, as_json: bool) -> None:
     with kvstore.connect(node) as store:
-        found = store.pins()
+        reply = store.pins()
         name = store.name
     if as_json:
-        print_json({"node": name, **found})
+        print_json({"node": name, **reply})
         return
-    if found["pins"]:
+    if reply["pins"]:
         headers = ("pin", "tenant", "pages", "size", "tiers", "ends in", "last page")
-        print_table(headers, [_row(entry) for entry in found["pins"]])
+        print_table(headers, [_row(entry) for entry in reply["pins"]])
         click.echo()
-    kept = ", ".join(f"{bytes_text(size)} of {tier}" for tier, size in found["bytes"].items() if size)
-    count = len(found["pins"])
-    click.echo(f"{count} pin{'s' if count != 1 else ''}" + (f", keeping {kept}" if kept else ""))
+    sizes = ", ".join(f"{bytes_text(size)} of {tier}" for tier, size in reply["bytes"].items() if size)
+    count = len(reply["pins"])
+    click.echo(f"{count} pin{'s' if count != 1 else ''}" + (f", keeping {sizes}" if sizes else ""))
 
 
 def _row(entry: dict[str, Any]) -> tuple[object, ...]:
     tiers = " ".join(f"{tier}:{pages}" for tier, pages in entry["tiers"].items())
-    left_s = max(0.0, entry["until"] - time.time())
+    remaining_s = max(0.0, entry["until"] - time.time())
     size = bytes_text(entry["bytes"])
-    return entry["pin"], entry["salt"] or "-", entry["pages"], size, tiers, duration_text(left_s), entry["last"]
+    return entry["pin"], entry["salt"] or "-", entry["pages"], size, tiers, duration_text(remaining_s), entry["last"]
 
 
 @click.command()
@@ -95,9 +95,9 @@ def unpin(node: str | None, number: str | None, salt: str | None, prompt: Prompt
     if number is not None and salt is not None:
         raise InvalidRequest("--salt", "needs a prompt")
     with kvstore.connect(node) as store:
-        found = store.unpin(keys=prompt.find(store, salt).page_keys()) if named else store.unpin(number)
+        reply = store.unpin(keys=prompt.find(store, salt).page_keys()) if named else store.unpin(number)
         name = store.name
     if as_json:
-        print_json({"node": name, **found})
+        print_json({"node": name, **reply})
         return
-    click.echo(f"{found['unpinned']} pin{'s' if found['unpinned'] != 1 else ''} ended")
+    click.echo(f"{reply['unpinned']} pin{'s' if reply['unpinned'] != 1 else ''} ended")

@@ -14,7 +14,7 @@ from kvstore.shm.folder import purge as purge_folder
 
 
 def shm_dir() -> Path:
-    """Return the parent of this machine's node folders: ``KVSTORE_SHM_DIR`` or /dev/shm."""
+    """Return the folder with the nodes of this machine: ``$KVSTORE_SHM_DIR`` or /dev/shm."""
     return Path(os.environ.get("KVSTORE_SHM_DIR", "/dev/shm"))
 
 
@@ -23,7 +23,7 @@ def shm_dir() -> Path:
 @click.option("--all", "everything", is_flag=True, help="Purge every node of yours whose daemon is not running.")
 @json_option
 def purge(names: tuple[str, ...], everything: bool, as_json: bool) -> None:
-    """Remove the pages and files of nodes NAMES. A running daemon's node is refused."""
+    """Remove the pages and files of nodes NAMES. A node whose daemon is running is refused."""
     if bool(names) == everything:
         raise InvalidRequest("names", "are needed, or --all")
     for name in names:

@@ -1,4 +1,4 @@
-"""Flags of ``serve``, ``config`` and ``engine``: one per setting, in the order of their dataclass."""
+"""Flags of ``serve``, ``config`` and ``engine``: one per setting, in the order of the dataclass."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def with_settings(kind: type[Settings], only: Collection[str] = ()) -> Callable[[_Command], _Command]:
-    """Add ``--config``, ``--json``, and one option per setting, or only for the settings in ``only``. Options pass what
-    ``load`` reads: text, True for switches, a tuple if the option may repeat; None if not given."""
+    """Add ``--config``, ``--json``, and an option per setting, or per setting in ``only``.
+
+    Values have the form that ``load`` reads: text, True for a switch, a tuple for an option that may repeat, and None
+    for an option that is not used.
+    """
 
     def decorate(command: _Command) -> _Command:
-        defaults = {found.name: found.default for found in fields(kind)}
+        defaults = {field.name: field.default for field in fields(kind)}
         for name, setting in reversed(declarations(kind).items()):
             if not only or name in only:
                 command = _option(name, setting, defaults[name])(command)
@@ -49,7 +52,7 @@ def _option(name: str, setting: Declaration, default: Any) -> Callable[[_Command
 
 
 def default_text(setting: Declaration, default: Any) -> str:
-    """Return a setting's default as text for people; "" if there is none."""
+    """Return a setting's default as text; "" if there is none."""
     if setting.default_shown is not None:
         return setting.default_shown
     if default is False:
@@ -60,7 +63,7 @@ def default_text(setting: Declaration, default: Any) -> str:
 
 
 def value_text(parser: Parser, value: Any) -> str:
-    """Return a setting's value as written in the file: ``"512MiB"``, ``0.5``, ``["a", "b"]``; ``none`` if it is not
+    """Return a setting's value in the syntax of the file: ``"512MiB"``, ``0.5``, ``["a", "b"]``; ``none`` if it is not
     set."""
     if value is None:
         return "none"

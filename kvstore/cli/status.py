@@ -29,7 +29,7 @@ def status(node: str | None, catalog: str | None, pool: str, as_json: bool) -> N
     if as_json:
         print_json(stats)
         return
-    if stats["state"] == "down":  # only its files are available
+    if stats["state"] == "down":  # only the files of the node are available
         print_pairs(of_files(stats))
         return
     dram = stats["tiers"]["dram"]

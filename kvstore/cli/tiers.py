@@ -33,29 +33,29 @@ def tiers(node: str | None, as_json: bool) -> None:
     if stats["state"] == "down":
         print_pairs(of_files(stats))
         return
-    found: Tiers = {str(tier): stats["tiers"][tier] for tier in Tier if tier in stats["tiers"]}  # fastest first
-    _print_contents(found)
+    tiers_shown: Tiers = {str(tier): stats["tiers"][tier] for tier in Tier if tier in stats["tiers"]}  # fastest first
+    _print_contents(tiers_shown)
     click.echo()
-    _print_flow(found)
+    _print_flow(tiers_shown)
     click.echo()
-    print_pairs({**_more(found, stats["clients"]), **of_peers(stats), **of_devices(stats)})
+    print_pairs({**_more(tiers_shown, stats["clients"]), **of_peers(stats), **of_devices(stats)})
 
 
 def frame_states(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the states of frames of these tiers, in the order of a frame's life; a remote node sends them in any
+    """Return the frame states of these tiers, in the order of a frame's lifecycle. A remote node sends them in any
     order."""
-    known = [state.name.lower() for state in FrameState]
-    found = {state for about in tiers for state in about["frames"]}
-    return [state for state in known if state in found] + sorted(found.difference(known))
+    ordered = [state.name.lower() for state in FrameState]
+    states = {state for about in tiers for state in about["frames"]}
+    return [state for state in ordered if state in states] + sorted(states.difference(ordered))
 
 
 def of_peers(stats: Mapping[str, Any]) -> dict[str, object]:
-    """Describe how pages of other nodes are fetched, one line per node."""
+    """Describe the transports to each other node, one line per node."""
     return {f"pages from {name}": ways_text(about) for name, about in stats.get("peers", {}).items()}
 
 
 def of_devices(stats: Mapping[str, Any]) -> dict[str, object]:
-    """Describe the devices of the node's machine, and how bytes are copied to and from them, in one line."""
+    """Describe the devices of the node's machine and the ways to copy to and from them, in one line."""
     about = stats.get("devices")
     if about is None:
         return {}
@@ -65,17 +65,17 @@ def of_devices(stats: Mapping[str, Any]) -> dict[str, object]:
 
 def of_announcing(stats: Mapping[str, Any]) -> dict[str, object]:
     """Describe the announcements to other nodes, if there is a pool."""
-    told = stats.get("announcing")
-    if told is None:
+    about = stats.get("announcing")
+    if about is None:
         return {}
     return {
-        "tells": told["fault"] or f"{told['owners']} nodes what it has, {told['queued']} pages to go",
+        "announces": about["fault"] or f"to {about['owners']} nodes, {about['queued']} pages queued",
         "membership": membership_text(stats["membership"]),
     }
 
 
 def membership_text(about: Mapping[str, Any]) -> str:
-    """Return how long ago each membership task last succeeded, or which fail, and why."""
+    """Return the age of each membership task's last success, or the tasks that fail and why."""
     tasks = {name: task for name, task in about.items() if name != "fault"}
     failing = [
         f"{name} has failed for {duration_text(task['failing_s'])}: {task['error']}"
@@ -83,14 +83,14 @@ def membership_text(about: Mapping[str, Any]) -> str:
         if task["failing_s"] is not None
     ]
     ages = ((name, task["succeeded_ago_s"]) for name, task in tasks.items())
-    well = [f"{name} {'not yet' if age is None else duration_text(age) + ' ago'}" for name, age in ages]
-    return "; ".join(failing) or ", ".join(well)
+    successes = [f"{name} {'not yet' if age is None else duration_text(age) + ' ago'}" for name, age in ages]
+    return "; ".join(failing) or ", ".join(successes)
 
 
 def ways_text(about: Mapping[str, str]) -> str:
-    """Return which ways are live, and why others are not."""
-    live = ", ".join(name for name, why in about.items() if not why) or "no way"
-    return "; ".join([live, *(f"{name}: {why}" for name, why in about.items() if why)])
+    """Return the names of the ways that work, and the reason for each one that does not."""
+    working = ", ".join(name for name, reason in about.items() if not reason) or "no way"
+    return "; ".join([working, *(f"{name}: {reason}" for name, reason in about.items() if reason)])
 
 
 def of_files(stats: Mapping[str, Any]) -> dict[str, object]:
@@ -104,11 +104,11 @@ def of_files(stats: Mapping[str, Any]) -> dict[str, object]:
     return {"node": f"{stats['name']} (down)", **sizes, "pages": f"{pages} in DRAM, {nvme_pages} on NVMe"}
 
 
-def _print_contents(found: Tiers) -> None:
-    """Print capacity and frames, with an NVMe tier's devices below it."""
-    states = frame_states(list(found.values()))
+def _print_contents(tiers_shown: Tiers) -> None:
+    """Print the capacity and frames of each tier, and below an NVMe tier its devices."""
+    states = frame_states(list(tiers_shown.values()))
     rows: list[tuple[object, ...]] = []
-    for tier, about in found.items():
+    for tier, about in tiers_shown.items():
         sizes = bytes_text(about["capacity_bytes"]), bytes_text(about["used_bytes"])
         rows.append((tier, *sizes, about["pages"], *(about["frames"].get(state, 0) for state in states), _state(about)))
         for device in about.get("devices", ()):
@@ -125,11 +125,11 @@ def _state(about: Mapping[str, Any]) -> str:
     return f"{about.get('state', ready)}{failed}"
 
 
-def _print_flow(found: Tiers) -> None:
+def _print_flow(tiers_shown: Tiers) -> None:
     """Print hits, bytes moved between tiers, and evictions by reason and age."""
-    reasons = sorted({reason for about in found.values() for reason in about["evicted"]})
+    reasons = sorted({reason for about in tiers_shown.values() for reason in about["evicted"]})
     rows: list[tuple[object, ...]] = []
-    for tier, about in found.items():
+    for tier, about in tiers_shown.items():
         ages = about["age_at_eviction_s"]
         rows.append(
             (
@@ -142,22 +142,22 @@ def _print_flow(found: Tiers) -> None:
                 *("-" if ages[share] is None else duration_text(ages[share]) for share in ("p50", "p90")),
             )
         )
-    left = (f"evicted: {reason}" for reason in reasons)
-    print_table(("tier", "hit ratio", "in", "out", "policy", *left, "age p50", "age p90"), rows)
+    evictions = (f"evicted: {reason}" for reason in reasons)
+    print_table(("tier", "hit ratio", "in", "out", "policy", *evictions, "age p50", "age p90"), rows)
 
 
-def _more(found: Tiers, clients: Mapping[str, int]) -> dict[str, object]:
+def _more(tiers_shown: Tiers, clients: Mapping[str, int]) -> dict[str, object]:
     missed = [f"{n} {name.removeprefix('missed_')}" for name, n in clients.items() if name.startswith("missed_") and n]
     pairs: dict[str, object] = {
         "pages asked": clients["pages_asked"],
         "pages missed": ", ".join(missed) or 0,
         "pages put": f"{clients['pages_put']} ({bytes_text(clients['put_bytes'])})",
     }
-    if "nvme" in found:
-        nvme, cap = found["nvme"], found["nvme"]["write_bytes_per_day"]
+    if "nvme" in tiers_shown:
+        nvme, cap = tiers_shown["nvme"], tiers_shown["nvme"]["write_bytes_per_day"]
         pairs |= {
             "demoted": f"{nvme['demoted_pages']} pages ({bytes_text(nvme['demoted_bytes'])}) saved to NVMe, "
-            f"{found['dram']['demoted']} left DRAM for it",
+            f"{tiers_shown['dram']['demoted']} of them left DRAM",
             "promoted": f"{nvme['promoted_pages']} pages ({bytes_text(nvme['promoted_bytes'])})",
             "written today": f"{bytes_text(nvme['written_today_bytes'])}, {_cap(cap)}",
         }

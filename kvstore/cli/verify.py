@@ -1,6 +1,6 @@
-"""``kvstore verify``: checks records, index, pages and conservation laws of a running or stopped node, or of a pool.
+"""``kvstore verify``: checks records, index, pages and conservation laws of a running or stopped node.
 
-``kvstore verify --cluster``: every node of a pool verifies its pages, and the directory's entries for them.
+With ``--cluster`` every node of a pool verifies its pages, and checks that the directory lists them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import click
 import kvstore
 from kvstore import config as configuration
 from kvstore.addresses import SHM_DIR
-from kvstore.cli.cluster import ASK_S, asked, dial, members_of
+from kvstore.cli.cluster import ASK_S, ask, dial, members_of
 from kvstore.cli.node import node_option
 from kvstore.cli.output import duration_text, json_option, print_json, print_table
 from kvstore.client.admin import AdminVerbs
@@ -34,31 +34,31 @@ from kvstore.node.cluster.data_server import serving
 from kvstore.shm.folder import NodeFolder, list_nodes
 from kvstore.wire.data import FrameKind
 
-ANSWER_S: Final = 65.0  # for one answer of a node, which waits up to a minute for its daemon
-ASKED_AT_A_TIME: Final = 64
+ANSWER_S: Final = 65.0  # deadline of one reply: a data server waits up to a minute for its daemon
+NODES_AT_ONCE: Final = 64
 
 
-class _Asked(AdminVerbs):
-    """A node's admin calls, through its data server."""
+class _NodeCalls(AdminVerbs):
+    """The admin calls of a node, through its data server."""
 
     def __init__(self, connection: DataConnection) -> None:
         self._connection = connection
 
     def status(self) -> dict[str, Any]:
-        """Return the contents of its part of the directory, and their age."""
+        """Return the state of the node's part of the directory."""
         return read_state(self._connection, ASK_S)
 
     def heard(self) -> dict[str, Any]:
-        """Return what the owners of its pages list; see ``node.cluster.directory_audit``."""
+        """Return what the directory lists for the node's pages; see ``node.cluster.directory_audit``."""
         return self._admin("heard")
 
     def in_pool(self, keys: Keys) -> Keys:
-        """See ``AdminVerbs``. Not supported through a data server."""
+        """Return ``keys`` unchanged: a data server does not support this call."""
         return keys
 
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
         request = json.dumps({"call": call, **arguments}).encode()
-        return asked(self._connection, FrameKind.CHECK, FrameKind.CHECKED, ANSWER_S, request)
+        return ask(self._connection, FrameKind.CHECK, FrameKind.CHECKED, ANSWER_S, request)
 
 
 def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
@@ -68,23 +68,23 @@ def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
         Unavailable: the catalog does not answer.
     """
     nodes, _, entries, _ = asyncio.run(members_of(url, pool))
-    read_from = serving(nodes, entries)
-    servers = [read_from[name] for name in sorted(read_from)]
-    with ThreadPoolExecutor(min(ASKED_AT_A_TIME, len(servers)) or 1) as threads:
+    server_of = serving(nodes, entries)
+    servers = [server_of[name] for name in sorted(server_of)]
+    with ThreadPoolExecutor(min(NODES_AT_ONCE, len(servers)) or 1) as threads:
         reports = list(threads.map(lambda server: _verified(server, pool, timeout_s), servers))
     daemons = {each.name for each in nodes}
     findings = [
         f"{each.name}: the catalog lists no data server, so other nodes cannot read its pages"
         for each in nodes
-        if each.name not in read_from
+        if each.name not in server_of
     ]
     findings += [
         f"{each.node}: another node has the same name: the data server at {', '.join(each.addresses)}"
         for each in entries
-        if each.incarnation and each.incarnation != read_from[each.node].incarnation
+        if each.incarnation and each.incarnation != server_of[each.node].incarnation
     ]
     for report in reports:
-        findings += _findings(report, read_from.keys(), report["node"] in daemons)
+        findings += _findings(report, server_of.keys(), report["node"] in daemons)
     if as_json:
         print_json({"catalog": url, "pool": pool, "clean": not findings, "nodes": reports, "findings": findings})
     else:
@@ -93,11 +93,11 @@ def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
 
 
 def _verified(server: DataEntry, pool: str, timeout_s: float) -> dict[str, Any]:
-    """Return a node's answers; ``error`` says why some are missing."""
+    """Return the replies of a node. ``error`` is the reason why some are missing."""
     report: dict[str, Any] = {"node": server.node, "error": "", "directory": None, "verified": None, "heard": None}
     try:
         with closing(dial(server, pool, "kvstore verify", silence_s=ANSWER_S)) as connection:
-            node = _Asked(connection)
+            node = _NodeCalls(connection)
             report["directory"] = node.status()
             report["verified"] = node.verify(timeout_s)
             report["heard"] = node.heard()
@@ -108,33 +108,33 @@ def _verified(server: DataEntry, pool: str, timeout_s: float) -> dict[str, Any]:
 
 def _findings(report: dict[str, Any], members: Collection[str], daemon: bool) -> list[str]:
     """Return the findings about one node, one line each."""
-    found: list[str] = []
+    findings: list[str] = []
     if report["error"]:
         answers = report["directory"] is not None
         error = report["error"].removeprefix(f"{report['node']}: ")
-        found.append(error if answers else f"its data server does not answer ({error})")
+        findings.append(error if answers else f"its data server does not answer ({error})")
     elif not daemon:
-        found.append("the catalog does not list its daemon")
+        findings.append("the catalog does not list its daemon")
     directory, verified, heard = (report[name] or {} for name in ("directory", "verified", "heard"))
     if directory and directory["peers"] != sorted(members):
-        found.append(f"its data server knows the members {', '.join(directory['peers']) or 'none'}")
-    found += [
+        findings.append(f"its data server lists the members {', '.join(directory['peers']) or 'none'}")
+    findings += [
         f"its directory lists pages of {name}, which is not a member"
         for name in directory.get("heard_ago_s", ())
         if name not in members
     ]
     if verified.get("pages_damaged"):
-        found.append(f"{verified['pages_damaged']} pages were damaged, and dropped")
-    found += verified.get("findings", ())
+        findings.append(f"{verified['pages_damaged']} pages were damaged, and dropped")
+    findings += verified.get("findings", ())
     if heard.get("reason"):
-        found.append(heard["reason"])
+        findings.append(heard["reason"])
     for owner, each in heard.get("owners", {}).items():
         if each["error"]:
-            found.append(f"cannot ask {owner} what it lists: {each['error']}")
+            findings.append(f"{owner} did not return its list: {each['error']}")
         if each["missing"] or each["stale"]:
             lists = f"{each['missing']} of its {each['entries']} entries, and lists {each['stale']} that are stale"
-            found.append(f"{owner} does not list {lists}")
-    return [f"{report['node']}: {line}" for line in found]
+            findings.append(f"{owner} does not list {lists}")
+    return [f"{report['node']}: {line}" for line in findings]
 
 
 def _print_cluster(reports: Sequence[dict[str, Any]], findings: Sequence[str]) -> None:
@@ -225,7 +225,7 @@ def _verify_cluster(catalog: str | None, pool: str | None, timeout_s: float, as_
 
 
 def _stopped(name: str | None) -> Path | None:
-    """Return the folder of a node on this machine that has this name and no daemon; None if there is none."""
+    """Return the folder of the node with this name on this machine if its daemon is not running; else None."""
     if not name or is_remote(name):
         return None
     shm_dir = Path(os.environ.get("KVSTORE_SHM_DIR") or SHM_DIR)
@@ -249,7 +249,10 @@ def _verify_live(node: str | None, timeout_s: float, as_json: bool) -> int:
 
 
 def _verify_stopped(folder: Path | None, targets: Sequence[str], as_json: bool) -> int:
-    from kvstore.node.verify_stopped import verify_devices, verify_folder  # only here: it loads the daemon's parts
+    from kvstore.node.verify_stopped import (
+        verify_devices,
+        verify_folder,
+    )  # only here, because it loads parts of the daemon
 
     devices = [target for text in targets for target in parse_nvme(text, "--nvme")]
     try:

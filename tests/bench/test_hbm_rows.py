@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvstore.bench.harness import BenchFailed, Kind
-from kvstore.bench.hbm import CopiedFrames, done, lines
+from kvstore.bench.hbm import CopiedFrames, copy_and_wait, lines
 from kvstore.bench.rows import ROWS
 from kvstore.bench.stage import RunSettings, Stage
 from kvstore.cli.bench import bench
@@ -49,7 +49,7 @@ def test_ours_and_the_ways_stand_against_the_plain_copy() -> None:
     with closing(CopiedFrames(HostDevice(), LENGTH, NBYTES)) as frames:
         ways = {"limit": frames.plain(), "ours": frames.to_device, "engines": frames.to_device}
         variants = {
-            way: lambda _, pieces=pieces: done(frames.stream, frames.stream.copy, pieces)
+            way: lambda _, pieces=pieces: copy_and_wait(frames.stream, frames.stream.copy, pieces)
             for way, pieces in ways.items()
         }
         found = lines(Stage(RunSettings(rounds=1, quick=True)), "hbm_x", None, variants, NBYTES)

@@ -16,7 +16,7 @@ import kvstore
 from kvstore.bench.content import LAYOUTS, BenchWork, Content
 from kvstore.bench.get import Reading
 from kvstore.bench.harness import Bar, BenchFailed, Kind, alternate, medians, quickest, result, speeds
-from kvstore.bench.nvme import LIMITS, RawFile, Scratch, Where, file_system, plan, target_bytes
+from kvstore.bench.nvme import LIMITS, PageFinder, RawFile, Scratch, file_system, plan, target_bytes
 from kvstore.bench.rows import ROWS, SIZES, chosen
 from kvstore.bench.stage import RunSettings, wait_for
 from kvstore.cli.bench import bench
@@ -98,7 +98,7 @@ def test_a_wrong_value_ends_the_row() -> None:
 
 
 def test_too_few_steps_for_the_variants() -> None:
-    with pytest.raises(BenchFailed, match="1 steps cannot serve 2 variants"):
+    with pytest.raises(BenchFailed, match="2 variants need at least as many steps"):
         alternate({"a": len, "b": len}, [1], 1, lambda step: "", lambda name, value: None)
 
 
@@ -156,7 +156,7 @@ def test_a_row_that_reads_wrong_bytes_fails(tmp_path: Path, damage: str) -> None
 
 @pytest.fixture
 def disk_dir(tmp_path: Path) -> Path:
-    """Where O_DIRECT works."""
+    """A folder on a file system with O_DIRECT."""
     probe = tmp_path / "probe"
     try:
         os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT))
@@ -200,7 +200,7 @@ def test_scratch_folder_says_what_it_needs_and_goes(tmp_path: Path) -> None:
     with Scratch(tmp_path, 4096, quick=True) as scratch:
         (scratch.path / "pages").write_bytes(b"x")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(BenchFailed, match=r"MiB free, this row's files take 10737\d+ MiB; --dir"):
+    with pytest.raises(BenchFailed, match=r"MiB free, and this row needs 10737\d+ MiB; --dir"):
         Scratch(tmp_path, 1 << 50, quick=True)
     with pytest.raises(BenchFailed, match="No such file.*--dir"):
         Scratch(tmp_path / "absent", 4096, quick=True)
@@ -220,7 +220,7 @@ def test_pages_are_where_the_limit_reads_them(disk_dir: Path) -> None:
             content.fill(rows, each.hashes)
             cache.put(each, rows)
         keys = [work.keys(cache, chain) for chain in range(3)]
-        with contextlib.closing(Where.of(disk_dir, "bench-where", work.layout)) as where:
+        with contextlib.closing(PageFinder.of(disk_dir, "bench-where", work.layout)) as where:
             wait_for(lambda: where.saved([each.hashes[-1] for each in keys]), "not saved", 10)
             stride = nvme_geometry.stride_bytes(where.frame_class)
             with RawFile(disk_dir / "pages", 8 * stride) as raw:
@@ -282,6 +282,9 @@ def test_every_number_of_the_design_has_a_row_and_its_bar() -> None:
         "objects_put_2m": ">= 0.9",
         "objects_put_256k": ">= 0.7",
         "objects_put_64k": ">= 0.5",
+        "objects_put_wait_2m": ">= 0.8",
+        "objects_put_wait_256k": ">= 0.5",
+        "objects_put_wait_64k": ">= 0.3",
         "objects_get_2m": ">= 0.9",
         "objects_get_256k": ">= 0.85",
         "objects_get_64k": ">= 0.6",

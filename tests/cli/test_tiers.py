@@ -91,7 +91,7 @@ def test_nvme_and_its_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     header = next(line for line in text.splitlines() if "hit ratio" in line)
     assert "evicted: damage  evicted: request  evicted: space" in header
     assert "nvme - 80 MiB 3 GiB lru 1 0 0 - -" in found
-    assert "demoted 17000 pages (2 GiB) saved to NVMe, 7 left DRAM for it" in found
+    assert "demoted 17000 pages (2 GiB) saved to NVMe, 7 of them left DRAM" in found
     assert "promoted 12 pages (12 MiB)" in found
     assert "written today 2 GiB, no limit" in found
     capped = tiers(monkeypatch, capsys, {"dram": dram(), "nvme": nvme(write_bytes_per_day=GIB << 10)})
