@@ -58,9 +58,8 @@ def serve(config: ConductorConfig, announce: Callable[[ConductorReady], None]) -
     """
     membership = Membership(config) if config.catalog else None
     offer = Membership(config.offer) if config.offer_catalog else None
-    with lifecycle.run(
-        replace(config, http=None), log, "the conductor"
-    ) as life:  # the conductor has an HTTP server of its own
+    without_http = replace(config, http=None)  # the conductor has an HTTP server of its own
+    with lifecycle.run(without_http, log, "the conductor") as life:
         listening.plan(config, Identities(config.identities))
         life.log_start(policy=config.policy)
         _run(config, membership, offer, life, announce)

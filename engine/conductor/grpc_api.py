@@ -52,13 +52,11 @@ class ConductorCalls:
         config: ConductorConfig,
         conductor: Conductor,
         prompts: PromptMaker,
-        status: Callable[[], Any],
         draining: threading.Event,
     ) -> None:
         self._config = config
         self._conductor = conductor
         self._prompts = prompts
-        self._status = status
         self._draining = draining
 
     async def route(self, call: Call, message: bytes) -> bytes:
@@ -68,7 +66,7 @@ class ConductorCalls:
     async def submit(self, call: Call, message: bytes) -> None:
         """Answer a request, as a stream."""
         if self._draining.is_set():
-            raise NodeUnavailable("this conductor is draining: ask another one")
+            raise NodeUnavailable("the conductor is draining: use another one")
         request = await self._route_request(call, message)
         async with contextlib.aclosing(self._conductor.answer(request)) as parts:
             tokens_sent = 0
@@ -89,15 +87,15 @@ class ConductorCalls:
     async def status(self, call: Call, message: bytes) -> bytes:
         """Return the state of the conductor: its engines, nodes and requests."""
         parse(store_pb2.Empty, message)
-        return document(self._status())
+        return document(self._conductor.status())
 
     async def _route_request(self, call: Call, message: bytes) -> Request:
         route_request = parse(pb.RouteRequest, message)
         for name in NOT_PASSED_ON:
             if getattr(route_request.request, name):
-                raise InvalidRequest(name, "is decided by the conductor, or not passed on")
+                raise InvalidRequest(name, "must not be set: the conductor decides it, or does not pass it on")
         if route_request.request.retention:
-            raise InvalidRequest("retention", "is not passed on by a conductor")
+            raise InvalidRequest("retention", "must not be set: a conductor does not pass it on")
         call.caller.check_salt(salt_of(route_request.request, self._config.salt))
         tenant = tenant_of(call.caller, route_request.tenant)
         priority = route_request.priority
@@ -179,7 +177,7 @@ class ConductorServer(LoopServer):
         self.conductor = Conductor(self._config, self._tally, self._leading)
         self._prompts = PromptMaker()
         ends.callback(self._prompts.close)
-        calls = ConductorCalls(self._config, self.conductor, self._prompts, self.conductor.status, self._draining)
+        calls = ConductorCalls(self._config, self.conductor, self._prompts, self._draining)
         unary = {"Route": calls.route, "Status": calls.status}
         return serve_methods(
             gate, SERVICE, with_buffers(SERVICE, unary), with_buffers(SERVICE, {"Submit": calls.submit})
