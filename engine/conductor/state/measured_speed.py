@@ -31,5 +31,5 @@ class MeasuredSpeed:
 
 
 def _smoothed(before: float, now: float) -> float:
-    """A geometric mean, so that one outlier counts little."""
+    """Return the weighted geometric mean, in which one outlier counts little."""
     return before ** (1 - SMOOTH) * now**SMOOTH if before else now

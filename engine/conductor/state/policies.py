@@ -46,7 +46,7 @@ class Policy:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def computing(self, candidates: Candidates, places: Places) -> int:
+    def choose(self, candidates: Candidates, places: Places) -> int:
         """Return the engine that computes the prompt, one of those in ``places``, which is not empty."""
         raise NotImplementedError
 
@@ -54,7 +54,7 @@ class Policy:
         """Return the engines that compute and answer; None if no engine can."""
         is_split = split(candidates)
         if is_split is not False and len(candidates.prefills):
-            chosen = self.computing(candidates, candidates.with_room(candidates.prefills))
+            chosen = self.choose(candidates, candidates.with_room(candidates.prefills))
             partners = candidates.partners(chosen)
             if len(partners) and (is_split or chosen not in candidates.answers):
                 return chosen, int(partners[candidates.batch[partners].argmin()])
@@ -62,7 +62,7 @@ class Policy:
                 return chosen, chosen
         if not len(candidates.answers):
             return None
-        chosen = self.computing(candidates, candidates.with_room(candidates.answers))
+        chosen = self.choose(candidates, candidates.with_room(candidates.answers))
         return chosen, chosen
 
 
@@ -117,7 +117,7 @@ class Random(Policy):
 
     name = "random"
 
-    def computing(self, candidates: Candidates, places: Places) -> int:
+    def choose(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
         return int(places[_pick(candidates.request.number.to_bytes(8, "little"), self.seed, len(places))])
 
@@ -127,7 +127,7 @@ class RoundRobin(Policy):
 
     name = "round-robin"
 
-    def computing(self, candidates: Candidates, places: Places) -> int:
+    def choose(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
         return int(places[candidates.request.number % len(places)])
 
@@ -137,7 +137,7 @@ class LeastLoad(Policy):
 
     name = "least-load"
 
-    def computing(self, candidates: Candidates, places: Places) -> int:
+    def choose(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
         return int(places[_first((candidates.wait_s + candidates.doubt_s)[places], candidates)])
 
@@ -147,7 +147,7 @@ class LongestPrefix(Policy):
 
     name = "longest-prefix"
 
-    def computing(self, candidates: Candidates, places: Places) -> int:
+    def choose(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
         return int(places[np.lexsort((candidates.wait_s[places], -candidates.own[places]))[0]])
 
@@ -157,7 +157,7 @@ class OwnCache(Policy):
 
     name = "own-cache"
 
-    def computing(self, candidates: Candidates, places: Places) -> int:
+    def choose(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
         ready_s = candidates.wait_s + candidates.own_prefill_s + candidates.doubt_s
         return int(places[_first(ready_s[places], candidates)])
@@ -168,7 +168,7 @@ class DynamoLinear(Policy):
 
     name = "dynamo-linear"
 
-    def computing(self, candidates: Candidates, places: Places) -> int:
+    def choose(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
         columns = candidates.columns
         blocks = (
@@ -182,7 +182,7 @@ class DualMap(Policy):
 
     name = "dualmap"
 
-    def computing(self, candidates: Candidates, places: Places) -> int:
+    def choose(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
         pages = next(iter(candidates.request.pages.values()), None)
         if pages is None or not len(pages):
