@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,7 +144,7 @@ def unpack_class(number: int) -> FrameClass:
 
 def pack_addresses(addresses: Iterable[Address]) -> bytes:
     """Addresses without gaps, 16 bytes each."""
-    numbers = [number for address in addresses for number in address]
+    numbers = list(chain.from_iterable(addresses))
     return _numbers(len(numbers) // 3).pack(*numbers)
 
 

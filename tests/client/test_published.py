@@ -97,7 +97,7 @@ def test_a_put_into_a_full_pool_presses_out_no_page_of_its_own(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In many records, with frames that are asked for meanwhile; few chains fill the pool."""
-    monkeypatch.setattr("kvstore.client.local.put.BATCH_BYTES", 4 * SMALL.page_bytes)
+    monkeypatch.setattr("kvstore.client.local.grants.BATCH_BYTES", 4 * SMALL.page_bytes)
     machine.serve("n", dram="4MiB")
     store = machine.connect("n")
     for seed in range(150):

@@ -28,11 +28,11 @@ import numpy.typing as npt
 from kvstore import failpoint
 from kvstore.client.buffers import DeviceRows, Rows, Scattered
 from kvstore.client.local.frame_copies import frames_of
-from kvstore.client.local.grants import GrantPool, Purpose, still_ours
+from kvstore.client.local.grants import BATCH_BYTES, GrantPool, Purpose, still_ours
 from kvstore.client.local.index_lookup import find_published
 from kvstore.client.local.node import Mapped
 from kvstore.client.local.publisher import PendingReply
-from kvstore.client.local.put import BATCH_BYTES, LocalPut, SealBatch
+from kvstore.client.local.put import LocalPut, SealBatch
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.device.host_memory import copy
 from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
@@ -399,9 +399,10 @@ class HeadPut(_FromSource):
         self._source, self._start = source, start
         self.send(np.empty((1, 0), np.uint8), 0)
 
-    def _seal(self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address]) -> None:
-        body = (self._keys.parent, pack_addresses(addresses), self._keys.identity_bytes, self._replaces)
-        batch = SealBatch(page, addresses, body)
+    def _seal(
+        self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address], body: tuple[bytes, ...]
+    ) -> None:
+        batch = SealBatch(page, addresses, (*body, self._replaces))
         self._batches.append(batch)
         self._request(batch)
 

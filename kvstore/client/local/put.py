@@ -22,11 +22,8 @@ from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_
 from kvstore.shm.counters import SessionCounters
 from kvstore.shm.header import DaemonState
 from kvstore.shm.index import IndexDamaged
-from kvstore.wire.control import CHECKSUMS, CONTINUES, HINTS, NO_REPLY, Op, batch_pages, encode, pack_addresses
+from kvstore.wire.control import CHECKSUMS, CONTINUES, HINTS, NO_REPLY, Op, encode, pack_addresses
 
-# The next batch is copied while this one is sealed. But a send wakes the node, often on this same core, so a request
-# costs as much as copying half a MiB. Measured: 16 MiB is best for pages of 64 KiB to 2 MiB.
-BATCH_BYTES = 16 << 20
 BUSY_PAUSE_MAX_S = 0.02
 
 _OK, _NO_PARENT, _STALE = int(Status.OK), int(Status.NO_PARENT), int(Status.STALE)
@@ -126,7 +123,7 @@ class LocalPut(PendingPut):
     def send(self, rows: Rows | DeviceRows, stored: int) -> None:
         """Copy pages ``stored ..`` of ``rows`` ``[pages, page_bytes]`` and send their seals. Called once."""
         pool, total = self._pool, len(rows)
-        limit = batch_limit(pool.frame_class)
+        limit = pool.batch_pages
         frames = pool.take(total - stored)
         asked: PendingReply | None = None
         self._first = page = stored
@@ -146,12 +143,13 @@ class LocalPut(PendingPut):
                 if failpoint.ACTIVE:
                     failpoint.hit("client.granted")
                 del frames[: len(part)]  # they no longer belong to the pool, even if the copy fails
+                body = self._body(page, part)  # before the copy, which evicts what this reads from the CPU's caches
                 with self._mapped.channel.copies:
                     self._copy(rows, page, part)
                 if failpoint.ACTIVE:
                     failpoint.hit("client.copied")
                 page += len(part)
-                self._seal(rows, page - len(part), part)
+                self._seal(rows, page - len(part), part, body)
         except BaseException:
             self._abandon()
             raise
@@ -178,10 +176,11 @@ class LocalPut(PendingPut):
     def seal(self, page: int, addresses: list[Address]) -> None:
         """Seal all pages from ``page`` on, which are in these frames. Called once, after ``take``."""
         self._first = page
-        step = batch_pages(self._pool.frame_class.page_tokens, self._pool.frame_class.layers)
+        step = self._pool.request_pages
         try:
             for start in range(0, len(addresses), step):
-                self._seal(None, page + start, addresses[start : start + step])
+                part = addresses[start : start + step]
+                self._seal(None, page + start, part, self._body(page + start, part))
         except BaseException:
             self._pool.forfeit(addresses)
             self._batches.clear()
@@ -213,15 +212,18 @@ class LocalPut(PendingPut):
             fill(extent.pages[frame : frame + j - i], rows[page + i : page + j])
             extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # not its last page's
 
-    def _seal(self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address]) -> None:
+    def _body(self, page: int, addresses: list[Address]) -> tuple[bytes, ...]:
+        """Return what a seal request says about the pages from ``page`` on, in these frames."""
+        identity, count = self._keys.identity_bytes, len(addresses)
+        if count < len(self._keys):
+            width = len(identity) // len(self._keys)
+            identity = identity[page * width : (page + count) * width]
+        return self._before(page), pack_addresses(addresses), identity
+
+    def _seal(
+        self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address], body: tuple[bytes, ...]
+    ) -> None:
         keys, count = self._keys, len(addresses)
-        identity = keys.identity_bytes
-        width = len(identity) // len(keys)
-        body: tuple[bytes, ...] = (
-            self._before(page),
-            pack_addresses(addresses),
-            identity[page * width : (page + count) * width] if count < len(keys) else identity,
-        )
         if self._flags & CHECKSUMS and rows is not None:
             layers = self._pool.frame_class.layers
             here = None if isinstance(rows, DeviceRows) else checksums_of(rows[page : page + count], layers)
@@ -337,9 +339,3 @@ class LocalPut(PendingPut):
     def _abandon(self) -> None:
         self._pool.forfeit([address for batch in self._batches for address in batch.addresses])
         self._batches.clear()
-
-
-def batch_limit(frame_class: FrameClass) -> int:
-    """Return how many pages fit one seal request."""
-    most = batch_pages(frame_class.page_tokens, frame_class.layers)
-    return max(1, min(most, BATCH_BYTES // frame_class.page_bytes))
