@@ -95,6 +95,7 @@ class PutLog:
         self._words = memoryview(map_)[_WORDS_AT:_RINGS_AT].cast("Q")
         part = cast("Callable[[slice], bytes]", map_.__getitem__)
         self.positions: Callable[[], bytes] = partial(part, slice(_PUBLISHED_AT, _DECIDING_AT))
+        self.drained: Callable[[], bytes] = partial(part, slice(_DRAINED_AT, _DECIDING_AT))
 
     @classmethod
     def create(cls, folder: NodeFolder) -> PutLog:
@@ -127,11 +128,6 @@ class PutLog:
         return None if known else cls(folder.puts, map_, id_)
 
     # --- for readers ------------------------------------------------------------------------------------------------
-
-    @property
-    def drained(self) -> bytes:
-        """Up to which positions the daemon is through, of all slots."""
-        return self._map[_DRAINED_AT:_DECIDING_AT]
 
     @property
     def quiet(self) -> bool:

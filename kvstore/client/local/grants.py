@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -92,29 +93,37 @@ class GrantPool:
 
         So long runs last: a put into one run is one copy, and its pages leave together.
         """
-        if len(self) < count:
+        if self._asked is not None and len(self) < count:
             self._collect()
         with self._lock:
             self._used_s = time.monotonic()
-            long = min((run for run in self._runs if len(run) >= count), key=len, default=None)
-            taken: list[Address] = []
-            for run in [long] if long is not None else sorted(self._runs, key=len):
+            best: list[Address] = []
+            for run in self._runs:
+                if len(run) >= count and (not best or len(run) < len(best)):
+                    best = run
+            if len(best) > count:
+                taken = best[:count]
+                del best[:count]
+                return taken
+            taken = []
+            for run in [best] if best else sorted(self._runs, key=len):
                 part = run[: count - len(taken)]
                 del run[: len(part)]
                 taken += part
             self._runs = [run for run in self._runs if run]
-        return taken if long is not None else sorted(taken)
+        return taken if best else sorted(taken)
 
-    def ask_ahead(self, used: int, purpose: Purpose) -> None:
+    def ask_ahead(self, used: int, purpose: Callable[[], Purpose]) -> None:
         """After a put of ``used`` pages, request the frames for further puts like it. ``take`` reads the reply."""
+        if self._asked is not None:
+            return
         with self._lock:
-            left = len(self)
+            remaining = sum(map(len, self._runs))
             most = min(self.ahead_max, AHEAD_PUTS * used)
-            count = most - left
-            if left >= max(2 * used, most // 2) or count <= 0 or self._asked is not None:
+            if (remaining >= 2 * used and 2 * remaining >= most) or remaining >= most or self._asked is not None:
                 return
             with contextlib.suppress(Unavailable):
-                self._asked = self._request(count, purpose, AHEAD)
+                self._asked = self._request(most - remaining, purpose(), AHEAD)
             if self._timer is None and self._asked is not None:
                 self._watch()
 
@@ -224,7 +233,7 @@ class GrantPool:
         except Unavailable:
             self.add(frames)
             raise
-        self.ask_ahead(count, purpose)
+        self.ask_ahead(count, lambda: purpose)
         return frames
 
     def wait_granted(self, asked: PendingReply, count: int, purpose: Purpose, deadline: float) -> list[Address]:

@@ -87,6 +87,7 @@ class Copies:
         return then
 
 
+_PUTS_ID, _PID = Header.puts_id.position, Header.pid.position
 WAITING_MAX: Final = 8192  # keys remembered; a ring has room for fewer
 
 
@@ -130,8 +131,8 @@ class Publisher:
         Raises what the session's ``Copies`` do, once that is closed.
         """
         with self._copies, self._lock:
-            log = self._log
-            if log is None or log.id != header.puts_id or self._pid != header.pid:
+            log, words = self._log, header.words
+            if log is None or log.id != words[_PUTS_ID] or self._pid != words[_PID]:
                 return 0
             position = log.append(self.slot, self._session, request)
             if position:
@@ -159,7 +160,10 @@ class Publisher:
 
     def leading(self, keys: list[bytes], start: int) -> int:
         """How many from ``start`` on of these keys we published, and the node has not taken in."""
-        waiting, marked, page = self._waiting, self.marked, start
+        waiting, page = self._waiting, start
+        if keys[start] not in waiting:
+            return 0
+        marked = self.marked
         while page < len(keys) and waiting.get(keys[page], 0) > marked:
             page += 1
         return page - start
@@ -240,7 +244,6 @@ class Channel(Protocol):
 DRAIN_S: Final = 2.0  # a node that does not answer within this is not asked again before its next heartbeat
 ARRIVAL_S: Final = 2.0  # a page that is not on NVMe within this is not waited for again before its slot advances
 _LOOK_S: Final = 0.001
-_PUTS_ID = Header.puts_id.position
 
 
 class Published:
@@ -271,7 +274,7 @@ class Published:
     def drained(self) -> bytes:
         """Return up to which positions the node has taken in the log."""
         log = self._log
-        return log.drained if log is not None else b""
+        return log.drained() if log is not None else b""
 
     def rests(self, seen: bytes) -> bool:
         """Return whether nothing was taken in since then and nothing is pending, so that a miss in the index is
@@ -282,7 +285,7 @@ class Published:
     def elsewhere(self, key: bytes, slot: int) -> bool:
         """Return whether the page of that key is published in another slot and not taken in. A hint."""
         log = self._log
-        return log is not None and log.holder(key, slot) >= 0
+        return log is not None and not log.quiet and log.holder(key, slot) >= 0
 
     def waits(self, key: bytes, looked: bytes) -> tuple[bool, bytes]:
         """Return whether the page of that key is published, or announced while it is written, and not taken in; and the
@@ -303,13 +306,13 @@ class Published:
         if log is None or log.positions() == seen:
             return None
         waiting = log.pending(missed())
-        if not waiting and 2 * log.drained == seen:
+        if not waiting and 2 * log.drained() == seen:
             return None
         if waiting and not self._ask(channel):
             return None
         for key in waiting:
             self._await_arrival(log, key)
-        self.seen = 2 * log.drained
+        self.seen = 2 * log.drained()
         return self.seen
 
     def take_in(self, channel: Channel) -> None:

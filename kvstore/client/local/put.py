@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from kvstore import failpoint
@@ -20,7 +21,7 @@ from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of
 from kvstore.shm.counters import SessionCounters
-from kvstore.shm.header import DaemonState
+from kvstore.shm.header import DaemonState, Header
 from kvstore.shm.index import IndexDamaged
 from kvstore.wire.control import CHECKSUMS, CONTINUES, HINTS, NO_REPLY, Op, encode, pack_addresses
 
@@ -28,6 +29,7 @@ BUSY_PAUSE_MAX_S = 0.02
 
 _OK, _NO_PARENT, _STALE = int(Status.OK), int(Status.NO_PARENT), int(Status.STALE)
 _BUSY, _OVER_QUOTA = int(Status.BUSY), int(Status.OVER_QUOTA)
+_STATE, _READY = Header.state.position, int(DaemonState.READY)
 
 
 class SealBatch:
@@ -130,7 +132,7 @@ class LocalPut(PendingPut):
         try:
             if len(frames) < total - stored:
                 asked = pool.ask(total - stored - len(frames), self._purpose(stored))
-            pool.ask_ahead(total - stored, self._purpose(stored))  # the node grants while we copy
+            pool.ask_ahead(total - stored, partial(self._purpose, stored))  # the node grants while we copy
             while page < total:
                 if not frames:
                     try:
@@ -163,7 +165,7 @@ class LocalPut(PendingPut):
     def may_publish(mapped: Mapped) -> bool:
         """Return whether a published put cannot be refused later: its tenant has no quota, or is charged when frames
         are granted."""
-        return mapped.channel.publisher is not None and mapped.header.state == DaemonState.READY
+        return mapped.channel.publisher is not None and mapped.words[_STATE] == _READY
 
     def take(self, page: int) -> list[Address]:
         """Return frames for the pages from ``page`` on, as many as are available. The caller copies into them and calls
@@ -271,7 +273,7 @@ class LocalPut(PendingPut):
         self._published = position
         new = sum(page not in self._known for page in pages) if self._known else count
         self._new += new
-        self.counters.put(mapped.row(self._pool.frame_class), new)
+        mapped.counters.put(mapped.row(self._pool.frame_class), new)
         return True
 
     def hangs(self, publisher: Publisher, page: int) -> bool:
