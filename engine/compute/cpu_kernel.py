@@ -1,22 +1,22 @@
-"""Attention of one token over the pages of its sequence, as machine code that is made for one model's shapes.
+"""Attention of one token over the pages of its sequence, as machine code that is made for the shapes of one model.
 
-On a CPU, decoding is bound by how fast KV is read, and every way to say "attention over pages" in tensor operations
-reads it at half the speed of one contiguous block: a call per page is too small to pay for itself, and a gather reads
-everything twice. So this writes the loop itself, in the vectors of LLVM, where pages cost nothing.
+On a CPU, decoding is bound by how fast KV is read. Attention over pages in tensor operations reads it at half the speed
+of one contiguous block: a call per page is too small to pay for itself, and a gather reads everything twice. So this
+module writes the loop itself, with LLVM's vectors, where pages cost nothing. numba reaches 0.72 to 0.91 of its speed
+(``docs/decisions/0018``).
 
-For each sequence and KV head, blocks of tokens (``Shape.block``: what stays in the first-level cache) are visited
-once: scores of all query heads of the group, their exponentials with a running maximum (online softmax; Milakov and
-Gimelshein, arXiv:1805.02867), and the sum of values. Sums are kept in registers in tiles of ``_TOKENS`` tokens or
-``_DIMS`` vectors by ``_HEADS`` query heads. All is float32, whatever pages hold.
+For each sequence and KV head, the code visits blocks of tokens (``Shape.block``: what stays in the first-level cache)
+once. It computes the scores of all query heads of the group, their exponentials with a running maximum (online softmax;
+Milakov and Gimelshein, arXiv:1805.02867), and the sum of values. Sums are kept in registers, in tiles of ``_TOKENS``
+tokens or ``_DIMS`` vectors by ``_HEADS`` query heads. All numbers are float32, whatever the pages hold.
 
-Logits are kept as powers of two: ``exp2`` needs no multiplication. Absent tokens (the rest of a block) are
-``NEVER``, and their values are not read. The code is made when a shape is first met, in a tenth of a second.
+Logits are kept as powers of two, because ``exp2`` needs no multiplication. Absent tokens (the rest of a block) are
+``NEVER``, and their values are not read. The code for a shape is made when the shape is first met, in 0.1 s.
 
-Emitter: the vectors, memory and loops that a kernel is written in, as LLVM's intermediate representation.
-
-Values are SSA values of one function, whose body ``b`` is being written. A ``with`` of a loop is its body, and so is a
-``for`` over ``each`` and ``tiles``: it may be written more than once, or once and looped over. What changes in a loop
-is a ``variable``, which LLVM keeps in a register.
+``Emitter`` has the vectors, memory and loops that a kernel is written in, as LLVM's intermediate representation. Values
+are SSA values of one function, whose body ``b`` is being written. The body of a ``with`` around a loop is the loop's
+body, and so is that of a ``for`` over ``each`` and ``tiles``: it may be written several times, or written once and
+looped over. Whatever changes in a loop is a ``variable``, which LLVM keeps in a register.
 """
 
 from __future__ import annotations
