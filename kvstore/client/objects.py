@@ -99,9 +99,9 @@ class ObjectVerbs(ABC):
         Args:
             wait: False returns as soon as new values are *published* in shared memory, which is faster. Every later
                 call in any process sees them, and they survive the end of the daemon and of this process. But if two
-                writers put one new key at the same moment, both may return True, and one of the two values is stored.
-                The call waits in any case for values that replace others, values of more than 16 MiB, a full log, an
-                embedded store, and over gRPC.
+                writers put one new key at the same moment, both calls may return True, and one of the two values is
+                stored. The call waits in any case with ``replace``, for values of more than 16 MiB, if the log is full,
+                in an embedded store, and over gRPC.
 
         Raises:
             InvalidRequest: a key, value or salt is invalid, a key is given twice, or a value is larger than all DRAM,

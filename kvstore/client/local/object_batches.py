@@ -444,7 +444,8 @@ class ObjectsPut:
     """The objects of one call. ``stored`` is called once.
 
     Args:
-        wait: False publishes objects that replace nothing, where that is possible, instead of waiting for the node.
+        replace: also put objects whose names exist. They wait for the node, which compares what they replace.
+        wait: False publishes the objects, where that is possible, instead of waiting for the node.
     """
 
     def __init__(
@@ -459,7 +460,7 @@ class ObjectsPut:
         self._mapped, self._root, self._replace = mapped, root, replace
         self._names, self._sources = names, sources
         self._keys = [key_hash(root, name) for name in names]
-        self._publishes = not wait and LocalPut.may_publish(mapped)
+        self._publishes = not (wait or replace) and LocalPut.may_publish(mapped)
         self._replaced = find_heads(mapped, root, names, self._keys)
         self._stored: list[bool | None] = [None] * len(names)
 
@@ -578,9 +579,9 @@ class ObjectsPut:
 
     def _publish(self, sealing: _Sealing) -> bool:
         """Publish these objects in the log: they are found from now on. Returns False if they must be sent as a request
-        instead: the log is full, or one of them replaces another."""
+        instead: the log is full."""
         publisher, mapped = self._mapped.channel.publisher, self._mapped
-        if publisher is None or any(self._replaced[each.place] is not None for each in sealing.objects):
+        if publisher is None:
             return False
         count, number = len(sealing.addresses), sealing.pool.class_number
         request = encode(Op.SEAL_OBJECTS, 0, count=count, a=number, flags=NO_REPLY, body=sealing.body)
