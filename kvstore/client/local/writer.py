@@ -1,8 +1,7 @@
-"""LocalWriter: writes pages layer by layer directly into reserved frames of this machine's memory.
+"""``LocalWriter`` writes pages layer by layer, directly into frames of this machine's memory.
 
-LayerCopies: copies layers of one writer from a device into its frames.
-
-Spans: the pages a writer has reserved, as runs of consecutive frames.
+``LayerCopies`` are the writer's copies from a device that are in flight. A ``ReservedRun`` is a part of the writer's
+pages, in consecutive frames.
 """
 
 from __future__ import annotations
@@ -53,7 +52,9 @@ from kvstore.wire.control import (
 Pairs = list[tuple[Rows, DeviceRows]]
 
 
-class _Begun(NamedTuple):
+class _LayerCopy(NamedTuple):
+    """A copy of one layer that a device has started."""
+
     layer: int
     link: DeviceLink
     event: DeviceEvent
@@ -61,86 +62,100 @@ class _Begun(NamedTuple):
 
 
 class LayerCopies:
-    """Copies that were started and not yet waited for. While there is one, the session cannot end. Used by one thread.
+    """The copies from devices into a writer's frames that are in flight. While there is one, the session cannot end.
+    Used by one thread.
 
-    Ends with ``finish``. If that gives up, the session and its frames stay until the process ends: the device may still
-    write into them.
+    ``finish`` waits for all of them. If a device does not finish in time, it may still write into the frames. So the
+    session then stays open, and keeps the frames until the process ends.
     """
 
     def __init__(self) -> None:
-        self._copies: Copies | None = None  # entered, while there are some
-        self._begun: deque[_Begun] = deque()
+        self._copies: Copies | None = None  # entered while there are copies in flight
+        self._in_flight: deque[_LayerCopy] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._begun)
+        return bool(self._in_flight)
 
-    def begin(self, copies: Copies, layer: int, extents: Sequence[PinnedExtent], pairs: Pairs) -> None:
-        """Copy one layer into frames of these extents, ordered after the work of the caller's stream.
+    def start(self, copies: Copies, layer: int, extents: Sequence[PinnedExtent], pairs: Pairs) -> None:
+        """Start to copy one layer into frames of these extents, after the work that is in the caller's stream.
 
         Raises:
-            DeviceLost: nothing was started.
+            DeviceLost: the device has failed. Nothing was started.
         """
         link = link_of(pairs[0][1].device)
         event = link.copy(pairs, extents, to_device=False, layer=True)
         if self._copies is None:
             copies.__enter__()
             self._copies = copies
-        self._begun.append(_Begun(layer, link, event, pairs))
+        self._in_flight.append(_LayerCopy(layer, link, event, pairs))
 
-    def below(self, layers: int) -> int:
-        """Return how many leading layers have arrived, at most ``layers``, without waiting. Raises DeviceLost."""
-        while self._begun and self._begun[0].event.over():
-            self._begun.popleft()
-        self._leave()
-        return min((begun.layer for begun in self._begun), default=layers)
+    def layers_copied(self, layers: int) -> int:
+        """Return how many of the first ``layers`` layers have been copied without a gap. Does not wait. Raises
+        DeviceLost."""
+        while self._in_flight and self._in_flight[0].event.over():
+            self._in_flight.popleft()
+        self._leave_copies()
+        return min((entry.layer for entry in self._in_flight), default=layers)
 
     def finish(self) -> None:
-        """Wait until all layers have arrived.
+        """Wait until all layers have been copied.
 
         Raises:
-            DeviceLost: they will never arrive; nothing writes any more.
+            DeviceLost: the device has failed, and writes nothing more.
             DeadlineExceeded: the device may still write.
         """
-        memory = list(self._begun)
+        memory = list(self._in_flight)
         try:
             for _, link, event, _ in memory:
                 link.wait(event, memory)
         except DeadlineExceeded:
-            self._copies = None  # never left: the session stays open
+            self._copies = None  # without an exit, so that the session stays open
             raise
         finally:
-            self._begun.clear()
-            self._leave()
+            self._in_flight.clear()
+            self._leave_copies()
 
-    def _leave(self) -> None:
-        if not self._begun and self._copies is not None:
+    def _leave_copies(self) -> None:
+        if not self._in_flight and self._copies is not None:
             copies, self._copies = self._copies, None
             copies.__exit__()
 
 
 class ReservedRun:
-    """Reserved pages in consecutive frames: ``pages[i]`` of the extent is page ``page + i`` of the keys."""
+    """A writer's pages in consecutive frames.
 
-    __slots__ = ("pages", "shown", "page", "count", "first", "levels")
+    Attributes:
+        pages: the frames, ``[count, page_bytes]``. ``pages[i]`` is page ``page + i`` of the keys.
+        progress: where this shard records for readers how many layers it has written, ``[count]``.
+        levels: the values to record in ``progress`` after each number of layers, ``[layers + 1, count]``.
+        page: the first page, as its index in the keys.
+        first: the first page, as its index in the writer's new pages.
+    """
+
+    __slots__ = ("pages", "progress", "page", "count", "first", "levels")
 
     def __init__(
         self,
         pages: npt.NDArray[np.uint8],
-        shown: npt.NDArray[Any],
+        progress: npt.NDArray[Any],
         page: int,
         first: int,
         levels: npt.NDArray[Any],
     ) -> None:
-        self.pages = pages  # [count, page_bytes]
-        self.shown = shown  # [count], where this shard records its progress
+        self.pages = pages
+        self.progress = progress
         self.page = page
         self.count = len(pages)
-        self.first = first  # index of its first page among the writer's own
-        self.levels = levels  # [layers + 1, count], the progress to record after each number of layers
+        self.first = first
+        self.levels = levels
 
-    def beside(self, shard: Shard, parts: list[Rows]) -> Iterator[tuple[list[Rows], list[Rows]]]:
-        """Yield, for each of the concatenated arrays ``[n, layers, width]`` that has some of these pages, the targets
-        in our pages and the sources, both by layer."""
+    def layer_pairs(self, shard: Shard, parts: list[Rows]) -> Iterator[tuple[list[Rows], list[Rows]]]:
+        """Yield the targets and sources of the run's copies, both by layer.
+
+        Args:
+            parts: arrays ``[n, layers, width]``, which together contain all pages of the keys. Each array with pages of
+                this run yields one pair.
+        """
         first = 0
         for part in parts:
             low, high = max(first, self.page), min(first + len(part), self.page + self.count)
@@ -150,14 +165,14 @@ class ReservedRun:
             first += len(part)
 
 
-def parts_of(raw: bytes, pages: int = BATCH_MAX) -> list[bytes]:
-    """Split concatenated addresses into parts that fit one request."""
+def request_parts(raw: bytes, pages: int = BATCH_MAX) -> list[bytes]:
+    """Split concatenated addresses into parts of ``pages`` addresses, one for each request."""
     step = pages * ADDRESS_BYTES
     return [raw[start : start + step] for start in range(0, len(raw), step)]
 
 
-def unbroken(pages: list[int]) -> list[tuple[int, int]]:
-    """Return ``(start, count)`` of runs of consecutive page numbers."""
+def consecutive_runs(pages: list[int]) -> list[tuple[int, int]]:
+    """Return ``(start, count)`` for each run ``pages[start:start + count]`` of consecutive numbers."""
     runs, start = [], 0
     for i in range(1, len(pages) + 1):
         if i == len(pages) or pages[i] != pages[i - 1] + 1:
@@ -172,10 +187,11 @@ _DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT), int(Status.BU
 
 
 class LocalWriter(Writer):
-    """A writer that copies each byte once, into its frame, and records its progress next to it for readers.
+    """A writer that copies each byte once, into its frame. It records its progress in shared memory, for readers.
 
-    A writer without other shards takes frames that were granted ahead, tells the node what they are for, and publishes
-    their seal, as a put does, so it never waits for the node. Others reserve frames under their keys, and seal those.
+    A writer of whole pages takes frames that were granted ahead, publishes which pages they are for, and at the end
+    publishes the pages, as a put does. So it need not wait for the node. A writer of a shard reserves frames under
+    their keys, and seals them by requests.
     """
 
     TAKES_DEVICE = True
@@ -192,19 +208,19 @@ class LocalWriter(Writer):
         super().__init__(shard, keys, ttl_s, group)
         layout = shard.layout
         self._node = node
-        self._name = name  # tells the node which tenant these pages belong to
+        self._name = name  # sends the node the tenant of these pages
         self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
-        self._alone = shard.count == 1 and group is None
+        self._is_whole = shard.count == 1 and group is None  # no other writer writes into the same frames
         self._even = 0 if shard.stages == 1 else None
-        self._copies: AbstractContextManager[None] | None = None  # entered while there are frames to write into
+        self._copies: AbstractContextManager[None] | None = None  # to enter for each copy; None without frames
         self._mapped: Mapped | None = None
-        self._put: LocalPut | None = None  # seals pages in granted frames
+        self._put: LocalPut | None = None  # publishes the pages in granted frames
         self._frames: list[Address] = []  # granted frames
-        self._until_s = 0.0  # their deadline
-        self._raw = b""  # addresses of pages_new, end to end
-        self._spans: list[ReservedRun] = []
-        self._extents: list[MappedExtent] = []  # the extents of those frames
-        self._coming = LayerCopies()
+        self._frames_until_s = 0.0  # the deadline of granted frames
+        self._raw = b""  # the addresses of `pages_new`, concatenated
+        self._runs: list[ReservedRun] = []
+        self._extents: list[MappedExtent] = []  # the extent of each run
+        self._layer_copies = LayerCopies()
 
     # --- reserving --------------------------------------------------------------------------------------------------
 
@@ -213,30 +229,32 @@ class LocalWriter(Writer):
         self._keys = mapped.in_pool(self._keys)
         self._name(mapped)
         try:
-            if not self._take(mapped):
-                self._ask(mapped)
+            if not self._take_granted(mapped):
+                self._request_frames(mapped)
             with mapped.channel.copies:
-                self._lay_out(mapped)
+                self._map_runs(mapped)
             self._copies = mapped.channel.copies
         except BaseException:
             self._revoke()
             raise
 
-    def _take(self, mapped: Mapped) -> bool:
-        """Take frames that were granted ahead, and request the few that are missing. Returns False if frames must be
-        reserved: with other shards, where a put would wait, after a page that only NVMe has, or if none are free.
+    def _take_granted(self, mapped: Mapped) -> bool:
+        """Take frames that were granted ahead, and request the few that are missing.
+
+        Return False if frames must be reserved instead: if this is a shard, if a put would have to wait for the node,
+        if the parent page is only on NVMe, or if no frames are free.
         """
         keys, publisher = self._keys, mapped.channel.publisher
-        if not self._alone or publisher is None or not LocalPut.may_publish(mapped):
+        if not self._is_whole or publisher is None or not LocalPut.may_publish(mapped):
             return False
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         page, last = stored_or_published(mapped, keys, self._layout.attention == "full")
         if last is not None:
             mapped.dram.mark_used(last)
         if page == len(keys):
             return True
-        if time.monotonic() - began_s > self._node.timeout_s / 2:
-            # The node hardly answered about published pages. A request for frames would wait as long again.
+        if time.monotonic() - start_s > self._node.timeout_s / 2:
+            # The node answered the search for published pages late. A request for frames would wait as long again.
             raise NodeUnavailable(f"{self._node.name}: no answer in time")
         put = LocalPut(mapped, keys, self._class, publishes=True)
         if publisher.slot < 0 or not put.hangs(publisher, page):
@@ -244,27 +262,29 @@ class LocalWriter(Writer):
         frames = put.take(page)
         if not frames:
             return False  # RESERVE reports why
-        self._put, self._frames, self._until_s = put, frames, time.monotonic() + self._ttl_ms / 1000
+        self._put, self._frames, self._frames_until_s = put, frames, time.monotonic() + self._ttl_ms / 1000
         self.pages_new, self._raw = list(range(page, page + len(frames))), pack_addresses(frames)
-        self._begin(mapped, publisher, page)
+        self._publish_start(mapped, publisher, page)
         if failpoint.ACTIVE:
             failpoint.hit("client.begun")
         return True
 
-    def _begin(self, mapped: Mapped, publisher: Publisher, page: int) -> None:
-        """Publish which pages these frames are for, so that readers can follow: a waiting reader asks the node to take
-        that in. If the log is full, readers wait for the seal."""
+    def _publish_start(self, mapped: Mapped, publisher: Publisher, page: int) -> None:
+        """Publish which pages are written into the granted frames. A reader that waits for a page asks the node to take
+        this in, and then reads the layers while they are written. If the log is full, readers wait for the seal."""
         keys, width = self._keys, len(self._keys.identity_bytes) // len(self._keys)
         number, step = pack_class(self._class), batch_pages(self._class.page_tokens, self._class.layers)
-        for part in parts_of(self._raw, step):
+        for part in request_parts(self._raw, step):
             count = len(part) // ADDRESS_BYTES
-            before = keys.hashes[page - 1] if page else keys.parent
-            body = (before, part, keys.identity_bytes[page * width : (page + count) * width])
+            parent = keys.hashes[page - 1] if page else keys.parent
+            body = (parent, part, keys.identity_bytes[page * width : (page + count) * width])
             request = encode(Op.BEGIN, 0, count=count, a=number, b=self._ttl_ms, flags=NO_REPLY, body=body)
             publisher.publish(request, [], mapped.header)
             page += count
 
-    def _ask(self, mapped: Mapped) -> None:
+    def _request_frames(self, mapped: Mapped) -> None:
+        """Reserve frames under the keys of the pages that are not stored, as many as the node has. Raises as
+        ``Writer.__enter__``."""
         keys, width = self._keys, len(self._keys.identity_bytes) // max(1, len(self._keys))
         page, last = stored_pages(mapped, keys, self._layout.attention == "full")
         if last is not None:
@@ -273,8 +293,8 @@ class LocalWriter(Writer):
         number, count = self._shard.number, self._shard.count
         head = WRITER.pack(self._group, number, count)
         end = page + mapped.claims.claim(self, self._group, number, keys.hashes[page:])
-        full, refused, deadline = False, False, time.monotonic() + self._node.timeout_s
-        while page < end and not full:
+        is_full, is_over_quota, deadline = False, False, time.monotonic() + self._node.timeout_s
+        while page < end and not is_full:
             stop = min(page + limit, end)
             body = (
                 head,
@@ -282,54 +302,56 @@ class LocalWriter(Writer):
                 keys.identity_bytes[page * width : stop * width],
                 keys.hints[page:stop],
             )
-            # May be requested twice: the node returns the frames that this session has already reserved for this group
-            # and shard. They are ours, since no other writer has a claim on them.
+            # The request may be repeated: the node then returns the frames that this session has already reserved for
+            # the group and shard. These are this writer's, since no other writer has a claim on them.
             geometry = pack_class(self._class)
             flags = HINTS if keys.hints else 0
             message = mapped.exchange(Op.RESERVE, count=stop - page, a=geometry, b=self._ttl_ms, flags=flags, body=body)
             statuses, start = bytes(message.body[: stop - page]), statuses_bytes(stop - page)
             busy = statuses.find(Status.BUSY) if message.op != Status.BUSY else 0
-            if busy >= 0:  # pages are being saved to free space
+            if busy >= 0:  # the node is saving pages to free space
                 statuses, stop = statuses[:busy], page + busy
-                full = time.monotonic() >= deadline
+                is_full = time.monotonic() >= deadline
                 time.sleep(BUSY_PAUSE_S)
             for i, status in enumerate(statuses):
                 if status in _OURS:
                     self.pages_new.append(page + i)
                     self._raw += bytes(message.body[start + i * ADDRESS_BYTES : start + (i + 1) * ADDRESS_BYTES])
                 elif status != Status.PRESENT:
-                    full, refused = True, refused or status == Status.OVER_QUOTA
+                    is_full, is_over_quota = True, is_over_quota or status == Status.OVER_QUOTA
             page = stop
-        if refused and not self.pages_new:
+        if is_over_quota and not self.pages_new:
             raise QuotaExceeded(OVER_QUOTA)
-        if end < len(keys) and not self.pages_new and not full:
+        if end < len(keys) and not self.pages_new and not is_full:
             raise OutOfSpace("no frame could be reserved: another writer of this process is this shard of the group")
-        if full and not self.pages_new:
+        if is_full and not self.pages_new:
             raise OutOfSpace("no frame could be reserved: the store is full of pages that cannot be evicted")
 
-    def _lay_out(self, mapped: Mapped) -> None:
+    def _map_runs(self, mapped: Mapped) -> None:
+        """Map the frames as runs, and set their last use and their progress."""
         addresses = np.frombuffer(self._raw, ADDRESS_DTYPE)
         generations = addresses["generation"]
-        for number, frame, first, count in self._runs(addresses):
+        for number, frame, first, count in self._frame_runs(addresses):
             extent = mapped.dram.extent(number)
             if extent is None:
                 raise NodeUnavailable(f"extent {number} is gone: the node was recreated")
-            frames, theirs = slice(frame, frame + count), generations[first : first + count]
-            extent.last_use[frames] = time.monotonic_ns()  # not its last page's
-            extent.uses.begin(frames, theirs)  # the node does not do that for granted frames
-            shown = extent.uses.shown(frames, self._shard.number)
-            levels = extent.uses.levels(theirs, self._layout.layers)
+            frames, run_generations = slice(frame, frame + count), generations[first : first + count]
+            extent.last_use[frames] = time.monotonic_ns()  # replaces the last use of the frame's old page
+            extent.uses.begin(frames, run_generations)  # the node does this only for reserved frames
+            progress = extent.uses.shown(frames, self._shard.number)
+            levels = extent.uses.levels(run_generations, self._layout.layers)
             self._extents.append(extent)
-            self._spans.append(ReservedRun(extent.pages[frames], shown, self.pages_new[first], first, levels))
+            self._runs.append(ReservedRun(extent.pages[frames], progress, self.pages_new[first], first, levels))
 
-    def _runs(self, addresses: npt.NDArray[np.void]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield ``(extent, first frame, first of our pages, count)`` for consecutive pages in consecutive frames."""
-        if self._put is not None:  # granted frames are ascending, for consecutive pages
+    def _frame_runs(self, addresses: npt.NDArray[np.void]) -> Iterator[tuple[int, int, int, int]]:
+        """Yield ``(extent, first frame, first, count)`` for each run of consecutive pages in consecutive frames.
+        ``first`` is the index of the run's first page in ``pages_new``."""
+        if self._put is not None:  # granted frames are ascending, and their pages are consecutive
             for number, frame, i, j in frame_runs(self._frames):
                 yield number, frame, i, j - i
             return
         for number, frame, first, words in address_runs(addresses, _RESERVED):
-            for i, count in unbroken(self.pages_new[first : first + len(words)]):
+            for i, count in consecutive_runs(self.pages_new[first : first + len(words)]):
                 yield number, frame + i, first + i, count
 
     # --- writing ----------------------------------------------------------------------------------------------------
@@ -344,16 +366,19 @@ class LocalWriter(Writer):
         return self._mapped.channel.copies
 
     def prepared(self, pages: Any) -> Callable[[int], None]:
-        """See ``Writer.prepared``. A layer in its order costs one copy and one store of progress per run of frames."""
+        """Return a function that writes layers of ``pages``. If layers are written in their order, each of them takes
+        one copy and one store of progress per run of frames."""
         if on_device(pages):
             return super().prepared(pages)
         parts = self._parts(pages)
-        pairs = [pair for span in self._spans for pair in span.beside(self._shard, parts)]
-        return partial(self._write_in_turn, pairs, parts)
+        pairs = [pair for run in self._runs for pair in run.layer_pairs(self._shard, parts)]
+        return partial(self._write_in_order, pairs, parts)
 
-    def _write_in_turn(self, pairs: list[tuple[list[Rows], list[Rows]]], parts: list[Rows], layer: int) -> None:
+    def _write_in_order(self, pairs: list[tuple[list[Rows], list[Rows]]], parts: list[Rows], layer: int) -> None:
+        """Write a layer. If it is not the next layer in order, or if copies from a device are in flight, use the
+        general way."""
         copies = self._copies
-        if copies is None or self._coming or layer != self._even or layer == self._layout.layers:
+        if copies is None or self._layer_copies or layer != self._even or layer == self._layout.layers:
             self._write_prepared(parts, layer)
             return
         with copies:
@@ -362,86 +387,90 @@ class LocalWriter(Writer):
             if failpoint.ACTIVE:
                 failpoint.hit("client.layer")
             self._even = layer + 1
-            for span in self._spans:
-                span.shown[:] = span.levels[layer + 1]
+            for run in self._runs:
+                run.progress[:] = run.levels[layer + 1]
 
     def _store_layer(self, start: int, rows: Rows | DeviceRows) -> None:
         stop = start + self._shard.width
         if isinstance(rows, DeviceRows):
             assert self._mapped is not None
-            pairs = [(span.pages[:, start:stop], rows[span.page : span.page + span.count]) for span in self._spans]
-            self._coming.begin(self._mapped.channel.copies, start // self._layout.layer_bytes, self._extents, pairs)
+            pairs = [(run.pages[:, start:stop], rows[run.page : run.page + run.count]) for run in self._runs]
+            layer = start // self._layout.layer_bytes
+            self._layer_copies.start(self._mapped.channel.copies, layer, self._extents, pairs)
             return
-        for span in self._spans:
-            copy(span.pages[:, start:stop], rows[span.page : span.page + span.count])
+        for run in self._runs:
+            copy(run.pages[:, start:stop], rows[run.page : run.page + run.count])
         if failpoint.ACTIVE:
             failpoint.hit("client.layer")
 
     def _store_page(self, page: int, rows: Rows) -> None:
-        span = self._span(page)
-        if span is not None:
-            i = page - span.page
-            copy(self._shard.part(span.pages[i : i + 1])[0], rows)
+        run = self._run_of(page)
+        if run is not None:
+            i = page - run.page
+            copy(self._shard.part(run.pages[i : i + 1])[0], rows)
 
     def _store_range(self, page: int, offset: int, row: Rows) -> None:
-        span = self._span(page)
-        if span is not None:
-            copy(span.pages[page - span.page, offset : offset + len(row)], row)
+        run = self._run_of(page)
+        if run is not None:
+            copy(run.pages[page - run.page, offset : offset + len(row)], row)
 
-    def _span(self, page: int) -> ReservedRun | None:
-        return next((span for span in self._spans if 0 <= page - span.page < span.count), None)
+    def _run_of(self, page: int) -> ReservedRun | None:
+        return next((run for run in self._runs if 0 <= page - run.page < run.count), None)
 
     def _show(self, page: int | None) -> None:
-        """Record the leading layers that this shard has written."""
-        there = self._coming.below(self._layout.layers)
+        """Record for readers how many leading layers of a page, or of all pages, this shard has written."""
+        copied = self._layer_copies.layers_copied(self._layout.layers)
         if self._even is not None:
-            for span in self._spans:
-                span.shown[:] = span.levels[min(self._even, there)]
+            for run in self._runs:
+                run.progress[:] = run.levels[min(self._even, copied)]
             return
-        for span in self._spans:
-            if page is None or 0 <= page - span.page < span.count:
-                written = self._written[span.first : span.first + span.count]
-                leading = np.where(written.all(axis=1), there, np.minimum(written.argmin(axis=1), there))
-                span.shown[:] = span.levels[leading, np.arange(span.count)]
+        for run in self._runs:
+            if page is None or 0 <= page - run.page < run.count:
+                written = self._written[run.first : run.first + run.count]
+                leading = np.where(written.all(axis=1), copied, np.minimum(written.argmin(axis=1), copied))
+                run.progress[:] = run.levels[leading, np.arange(run.count)]
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def _seal(self) -> None:
         try:
-            self._coming.finish()
+            self._layer_copies.finish()
             self._show(None)
         except DeviceLost:
             self._revoke()
             raise
         except DeadlineExceeded:
-            self._let_be()
+            self._abandon_frames()
             raise
-        raw, self._raw, self._spans, self._copies = self._raw, b"", [], None
+        raw, self._raw, self._runs, self._copies = self._raw, b"", [], None
         if self._mapped is None:
             return
         if self._put is not None:
             frames, self._frames = self._frames, []
-            self._publish(self._put, frames)
+            self._publish_pages(self._put, frames)
             return
         try:
             self._seal_frames(self._mapped, raw)
         finally:
             self._mapped.claims.release(self)
 
-    def _publish(self, put: LocalPut, addresses: list[Address]) -> None:
+    def _publish_pages(self, put: LocalPut, addresses: list[Address]) -> None:
+        """Publish the pages in granted frames. After the frames' deadline, forfeit them instead."""
         self._node.check_open()
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
-        if time.monotonic() > self._until_s:
+        if time.monotonic() > self._frames_until_s:
             put.forfeit(addresses)
             return
         put.seal(self.pages_new[0], addresses)
-        with contextlib.suppress(QuotaExceeded):  # the tenant has a quota by now: nothing is sealed
+        with contextlib.suppress(QuotaExceeded):  # the tenant has received a quota since: nothing is sealed
             self.sealed = put.result()
 
     def _seal_frames(self, mapped: Mapped, raw: bytes) -> None:
+        """Seal the pages in reserved frames, and return the frames of pages that could not be sealed. Pages that the
+        node saves to a lower tier first are waited for if the caller waits."""
         requests = []
-        for part in parts_of(raw):
+        for part in request_parts(raw):
             count = len(part) // ADDRESS_BYTES
             requests.append((part, mapped.channel.request(Op.SEAL, count=count, a=self._shard.number, body=(part,))))
         if failpoint.ACTIVE:
@@ -463,14 +492,14 @@ class LocalWriter(Writer):
             mapped.counters.put(mapped.row(self._class), saved)
 
     def _statuses(self, mapped: Mapped, part: bytes, request: PendingReply) -> bytes:
-        """Return the statuses of these pages. Asks once more if the daemon ended; sealed pages then have the status
-        STALE."""
+        """Wait for the reply to a seal, and return the status of each page. If the daemon has ended, send the request
+        again. The status of a page that is sealed already is then STALE, and is changed to OK here."""
         count = len(part) // ADDRESS_BYTES
         try:
             return bytes(request.result().body[:count])
         except NodeUnavailable:
-            again = mapped.channel.request(Op.SEAL, count=count, a=self._shard.number, body=(part,))
-            statuses = bytearray(again.result().body[:count])
+            retry = mapped.channel.request(Op.SEAL, count=count, a=self._shard.number, body=(part,))
+            statuses = bytearray(retry.result().body[:count])
         for i, (number, frame, generation) in enumerate(np.frombuffer(part, ADDRESS_DTYPE).tolist()):
             extent = mapped.dram.extent(number)
             word = generation << 8 | int(FrameState.SEALED)
@@ -478,21 +507,22 @@ class LocalWriter(Writer):
                 statuses[i] = Status.OK
         return bytes(statuses)
 
-    def _let_be(self) -> None:
-        """Leave the frames unused until this process has ended, since the device may still write into them."""
-        self._raw, self._spans, self._copies, self._frames = b"", [], None, []
+    def _abandon_frames(self) -> None:
+        """Abandon the frames without returning them, because a device may still write into them. They stay unused until
+        this process has ended."""
+        self._raw, self._runs, self._copies, self._frames = b"", [], None, []
         if self._mapped is not None:
             self._mapped.claims.release(self)
 
     def _revoke(self) -> None:
         try:
-            self._coming.finish()
+            self._layer_copies.finish()
         except DeviceLost:
-            pass  # it writes no more
+            pass  # the device writes nothing more
         except DeadlineExceeded:
-            self._let_be()
+            self._abandon_frames()
             return
-        raw, self._raw, self._spans, self._copies = self._raw, b"", [], None
+        raw, self._raw, self._runs, self._copies = self._raw, b"", [], None
         if self._put is not None:
             self._node.check_open()
             frames, self._frames = self._frames, []
@@ -505,9 +535,9 @@ class LocalWriter(Writer):
                 self._mapped.claims.release(self)
 
     def _give_back(self, raw: bytes) -> None:
-        """Return reserved frames. If the daemon does not receive this, they end with their deadline."""
+        """Return reserved frames to the node. If the daemon does not receive this, they end at their deadline."""
         mapped = self._mapped
-        for part in parts_of(raw):
+        for part in request_parts(raw):
             if mapped is not None:
                 with contextlib.suppress(Unavailable):
                     count, shard = len(part) // ADDRESS_BYTES, self._shard.number + 1
