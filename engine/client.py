@@ -1,4 +1,4 @@
-"""EngineClient: an engine for programs, and for other engines.
+"""EngineClient: calls an engine, for programs and for other engines.
 
 ::
 
@@ -39,21 +39,23 @@ from kvstore.wire.grpc import layout_message
 
 TIMEOUT_S: Final = 10.0
 ANSWER_S: Final = 300.0
-# A suspended engine, or one whose machine has gone, is detected after the sum of these milliseconds, however
-# long its answer may take. (Not ``keepalive_timeout_ms``: a ping for another reason may be on its way instead.)
-WATCH: Final = {
+# A suspended or unreachable engine is detected after the sum of the first two times, even during a long answer. (The
+# option is not ``keepalive_timeout_ms``, because gRPC may be waiting for the reply to a ping of another kind.)
+KEEPALIVE: Final = {
     "grpc.keepalive_time_ms": 3000,
     "grpc.http2.ping_timeout_ms": 4000,
     "grpc.http2.max_pings_without_data": 0,
-    "grpc.min_reconnect_backoff_ms": 2000,  # also how long one attempt to connect may take; a busy engine needs a while
+    "grpc.min_reconnect_backoff_ms": 2000,  # also limits one attempt to connect; a busy engine needs some time
 }
-SLACK_S: Final = 2.0  # a call outlives its request by that much, so that the engine says itself what is late
+SLACK_S: Final = 2.0  # between the deadlines of a request and of its call, so that the engine reports what is late
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer. ``engines``: addresses that gave it, in order; more than one if it had to be resumed
-    elsewhere.
+    """A complete answer.
+
+    Attributes:
+        engines: addresses of the engines that worked on the answer, in order; several if it was resumed.
     """
 
     tokens: tuple[int, ...]
@@ -65,23 +67,23 @@ class Answer:
 
 class _RemoteEngine(RemoteNode):
     service = f"/{SERVICE}/"
-    options = tuple((dict(OPTIONS) | WATCH).items())
+    options = tuple((dict(OPTIONS) | KEEPALIVE).items())
 
 
 class EngineClient:
-    """A connection to one engine; threads may share it.
+    """A connection to one engine. Threads may share it.
 
-    Life: made (nothing is sent) -> connected by the first call, and reconnected automatically after a loss ->
-    ``close``, being dropped, or the end of the process.
+    Life: made (nothing is sent) -> connected by the first call, and reconnected automatically after a failure ->
+    ``close``, garbage collection, or the end of the process.
 
     Args:
         address: ``HOST:PORT``, ``kv://HOST:PORT`` or ``unix:/PATH``.
-        token, tls_ca, tls_cert, tls_key, tls_server_name: who we are and whom to trust; those not given come from the
+        token, tls_ca, tls_cert, tls_key, tls_server_name: the credentials. Those that are None come from the
             environment, as for ``kvstore.connect``.
-        timeout_s: of calls that answer at once.
+        timeout_s: for calls that do not wait for an answer.
 
     Raises:
-        InvalidRequest: the address or the credentials make no sense.
+        InvalidRequest: the address or the credentials are not valid.
     """
 
     def __init__(
@@ -102,10 +104,10 @@ class EngineClient:
         self._timeout_s = timeout_s
         self._endpoint = endpoint(url_of(address), self._credentials, os.environ)
         self._remote = _RemoteEngine(self._endpoint, timeout_s)
-        self._data_port = 0  # as the engine said last
+        self._data_port = 0  # the engine reports it when it admits a prefill
 
     def close(self) -> None:
-        """End the connection; calls under way fail."""
+        """End the connection. Running calls fail."""
         self._remote.close()
 
     def __enter__(self) -> EngineClient:
@@ -118,45 +120,45 @@ class EngineClient:
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def generate(self, prompt: Prompt, *, resume: Sequence[str] = (), **how: Any) -> Answer:
-        """The whole answer to a prompt. Arguments and errors as ``stream``."""
-        answer = ResumableAnswer(self, user_request(prompt, **how), tuple(resume))
-        *drawn, last = answer.events()
-        assert isinstance(last, Finished), "a stream ends with Finished, or raises"
-        tokens = tuple(event.id for event in drawn if isinstance(event, Token))
-        text = "".join(event.text for event in (*drawn, last))
-        return Answer(tokens, text, last.reason, last.usage, tuple(answer.engines))
+    def generate(self, prompt: Prompt, *, resume: Sequence[str] = (), **arguments: Any) -> Answer:
+        """Return the complete answer to a prompt. Arguments and errors are those of ``stream``."""
+        answer = ResumableAnswer(self, user_request(prompt, **arguments), tuple(resume))
+        *events, end = answer.events()
+        assert isinstance(end, Finished), "a stream ends with Finished, or raises"
+        tokens = tuple(event.id for event in events if isinstance(event, Token))
+        text = "".join(event.text for event in (*events, end))
+        return Answer(tokens, text, end.reason, end.usage, tuple(answer.engines))
 
     def stream(
-        self, prompt: Prompt, *, resume: Sequence[str] = (), **how: Any
+        self, prompt: Prompt, *, resume: Sequence[str] = (), **arguments: Any
     ) -> Generator[Token | Finished, None, None]:
-        """The tokens of an answer as they are drawn, last ``Finished``. Closing the iterator cancels the request.
+        """Yield the tokens of an answer as they are drawn, then ``Finished``. Closing the iterator cancels the request.
 
         Args:
-            prompt: text, which the engine tokenises, or token ids.
-            resume: engines that go on where this one fails or dies in the middle: tokens are drawn as they would have
-                been here, and none comes twice. Each is asked once.
-            how: fields of ``Sampling`` (``max_tokens``, ``temperature``, ``top_p``, ``seed``, ``stop``,
+            prompt: a text, which the engine tokenizes, or token ids.
+            resume: addresses of engines that continue the answer if an engine fails, each tried once. They draw the
+                same tokens as the failed engine, and no token is yielded twice.
+            arguments: fields of ``Sampling`` (``max_tokens``, ``temperature``, ``top_p``, ``seed``, ``stop``,
                 ``ignore_eos``) and of ``Request`` (``id``, ``salt``, ``deadline_s``, ``prefill``,
                 ``handoff``, ``source``, ``grain``, ``use_pool``, ``allow_lossy``, ``retention``: a
                 ``kvstore.Retention``, or a list of them for ranges of the prompt's tokens).
 
         Raises:
-            InvalidRequest: the engine, or this call, refuses the request; names the field.
-            NodeUnavailable: no engine answers, or the engine was lost and so were those to resume at.
-            TooManyCalls: it has enough to do.
-            DeadlineExceeded: there was no whole answer in time.
+            InvalidRequest: an argument is not valid. Names the field.
+            NodeUnavailable: the engine, and all engines in ``resume``, are unreachable or have failed.
+            TooManyCalls: the engine has too many requests.
+            DeadlineExceeded: the answer was not complete in time.
         """
-        return ResumableAnswer(self, user_request(prompt, **how), tuple(resume)).events()
+        return ResumableAnswer(self, user_request(prompt, **arguments), tuple(resume)).events()
 
     def submit(self, request: Request) -> Iterator[Event]:
-        """The events of one request at this engine, with nothing around it. Raises what ``stream`` does."""
+        """Yield the events of one request at this engine, without resuming it. Raises the errors of ``stream``."""
         message = submit_request(request)
         for reply in self.replies(message, request.deadline_s):
             yield from events_of(reply)
 
     def replies(self, message: pb.SubmitRequest, deadline_s: float) -> Iterator[pb.SubmitReply]:
-        """The replies to a request, as messages."""
+        """Yield the replies to a request, as messages."""
         yield from self._replies("Submit", message, pb.SubmitReply, deadline_s + SLACK_S)
 
     # --- hand-offs --------------------------------------------------------------------------------------------------
@@ -164,23 +166,25 @@ class EngineClient:
     def prefill(
         self, request: Request, layout: Layout, hold_s: float | None = None, *, timeout_s: float | None = None
     ) -> Iterator[PrefillEvent]:
-        """Have a prompt computed: ``Admitted``, ``Progress``, last ``Done``. Closing the iterator before gives it up.
+        """Ask the engine to compute a prompt. Yields ``Admitted``, ``Progress`` events, and ``Done``.
+
+        Closing the iterator before ``Done`` cancels the prefill.
 
         Args:
-            layout: of the engine that is to use the KV.
-            hold_s: how long the KV is kept then; None: as long as that engine is set up to.
+            layout: the layout of the engine that will use the KV.
+            hold_s: how long the engine holds the KV after ``Done``; None: as long as its settings allow.
 
         Raises:
-            VersionMismatch: that engine's layout differs; says in which fields.
-            InvalidRequest, NodeUnavailable, TooManyCalls, DeadlineExceeded: as ``stream``.
+            VersionMismatch: the layouts differ; the text names the fields.
+            InvalidRequest, NodeUnavailable, TooManyCalls, DeadlineExceeded: as for ``stream``.
         """
         message = pb.PrefillRequest(
             request=submit_request(request),
             layout=layout_message(layout),
             hold_ms=int((hold_s or 0) * 1000),
         )
-        left_s = timeout_s if timeout_s is not None else request.deadline_s + SLACK_S
-        for reply in self._replies("Prefill", message, pb.PrefillReply, left_s):
+        call_s = timeout_s if timeout_s is not None else request.deadline_s + SLACK_S
+        for reply in self._replies("Prefill", message, pb.PrefillReply, call_s):
             if reply.HasField("admitted"):
                 self._data_port = reply.admitted.data_port
             yield prefill_event(reply)
@@ -188,58 +192,69 @@ class EngineClient:
     def pull(
         self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
     ) -> Generator[Piece, None, None]:
-        """The KV of a prefill that was admitted, as it is computed. Each piece is read into its place before the next
-        one is asked for, and its user compares the checksum.
+        """Yield the KV of a prefill, as it is computed. The prefill must have been admitted.
+
+        The caller reads each piece before it requests the next one, and verifies the checksums.
 
         Raises:
-            InvalidRequest: there is no such prefill, or the start or the codec make no sense.
-            PermissionDenied: it belongs to another caller.
-            NodeUnavailable: the engine, or the prefill, has gone.
-            DeadlineExceeded: not everything came in time.
+            InvalidRequest: there is no such prefill, or the start or the codec is not valid.
+            PermissionDenied: the prefill belongs to another caller.
+            NodeUnavailable: the engine is unreachable, or the prefill has failed.
+            DeadlineExceeded: not all pieces arrived in time.
         """
         credentials = dial_credentials(self._credentials, self._endpoint)
-        left_s = timeout_s if timeout_s is not None else ANSWER_S
-        yield from pull(self._data_address(), credentials, request_id, token_start, codec, left_s)
+        pull_s = timeout_s if timeout_s is not None else ANSWER_S
+        yield from pull(self._data_address(), credentials, request_id, token_start, codec, pull_s)
 
     def _data_address(self) -> str:
         target = self._endpoint.target
         if target.startswith(UNIX):
             return target + DATA_SUFFIX
         if not self._data_port:
-            raise NodeUnavailable(f"engine {self.address} has told of no data connections: it is of another version")
+            raise NodeUnavailable(f"engine {self.address} has reported no port for data: its version is too old")
         host = target.removeprefix("dns:///").removeprefix("ipv6:").rpartition(":")[0]
         return f"{host}:{self._data_port}"
 
     def release(self, request_id: str) -> bool:
-        """End a prefill whose KV is no longer needed. Returns whether there was one."""
+        """End a prefill whose KV is no longer needed. Returns True if there was one with this id."""
         return bool(self._call("Release", pb.RequestId(request_id=request_id), pb.Found).found)
 
     # --- requests and the engine ------------------------------------------------------------------------------------
 
     def cancel(self, request_id: str) -> bool:
-        """End a request; its caller gets ``Finished("cancelled")``. Returns whether there was one."""
+        """Cancel a request. Its caller gets ``Finished("cancelled")``. Returns True if there was one with this id."""
         return bool(self._call("Cancel", pb.RequestId(request_id=request_id), pb.Found).found)
 
     def status(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """What the engine is, how busy, and how fast."""
+        """Return the engine's configuration, load and speed."""
         return document(self._call("Status", store_pb2.Empty(), Struct, timeout_s))
 
     def set_role(self, role: Role | str, order: RoleOrder | None = None) -> None:
-        """Change what the engine does; for operators. ``order``: of a leader among conductors."""
+        """Change which requests the engine accepts. For operators.
+
+        Args:
+            order: the leading conductor's order; None from an operator.
+        """
         self._call("SetRole", set_role_request(role, order), store_pb2.Empty)
 
     def migrate(self, request_id: str, target: str, timeout_s: float = 60.0) -> bool:
-        """Let the engine at ``target`` continue a request; for operators. Returns whether there was one."""
+        """Move a running request to the engine at ``target``. For operators.
+
+        Returns False if no answer with this id is running, or if it ended before the other engine took it.
+        """
         message = pb.MigrateRequest(request_id=request_id, target=target)
         return bool(self._call("Migrate", message, pb.Found, timeout_s, again=False).found)
 
     def drain(self, target: str | None = None, timeout_s: float = 60.0) -> int:
-        """Take no new requests, and wait for those that run; where there is a ``target`` they go on there. How many
-        still run then. For operators."""
+        """Make the engine refuse new requests, and wait at most ``timeout_s`` until no request runs. For operators.
+
+        If there is a ``target``, running answers are moved to that engine. Returns the number of requests that still
+        run at the end.
+        """
         message = pb.DrainRequest(target=target or "", timeout_ms=max(1, int(timeout_s * 1000)))
         return int(self._call("Drain", message, pb.DrainReply, timeout_s + SLACK_S, again=False).left)
 
-    # --- inside -----------------------------------------------------------------------------------------------------
+    # --- the connection ---------------------------------------------------------------------------------------------
 
     def _call(
         self, name: str, message: Any, reply: type[Any], timeout_s: float | None = None, again: bool = True
@@ -260,12 +275,12 @@ class EngineClient:
             end(stream)
 
     def connect_to(self, address: str) -> EngineClient:
-        """A client of another engine, with the same credentials."""
+        """Return a client of another engine, with the same credentials."""
         return EngineClient(address, **vars(self._credentials), timeout_s=self._timeout_s)
 
 
 def url_of(address: str) -> str:
-    """``HOST:PORT`` and ``unix:/PATH``, as engines print them, as ``kvstore.connect`` has them."""
+    """Return the URL that ``kvstore.connect`` would take for an address as engines print it."""
     if address.startswith("unix:"):
         return f"kv+unix://{address.removeprefix('unix:')}"
     return address if address.startswith(SCHEMES) else f"kv://{address}"

@@ -1,7 +1,4 @@
-"""Daemon: an engine with its gRPC API and HTTP, from start to SIGTERM.
-
-An engine in its cluster: its description of itself, and the engines it may ask for prefills.
-"""
+"""The daemon of an engine: an engine with its gRPC and HTTP servers, and its membership in a pool, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -36,7 +33,10 @@ if TYPE_CHECKING:
 
 
 def entry_of(config: EngineConfig, model: Model, store: Store | None, addresses: Sequence[str]) -> EngineEntry:
-    """What it publishes. Several engines may have one name in logs; here a number of its process follows it."""
+    """Return the engine's entry in the catalog.
+
+    Several engines may have the same name in logs, so the name in the entry ends with a part of the process id.
+    """
     process = schema.new_process()
     return EngineEntry(
         name=f"{config.name}-{process[:8]}",
@@ -52,58 +52,59 @@ def entry_of(config: EngineConfig, model: Model, store: Store | None, addresses:
     )
 
 
-class ClusterPlace:
-    """Ours in the cluster, from the moment it is made.
+class ClusterMember:
+    """An engine's membership in a pool, from the moment this is made until ``leave``.
 
     Args:
-        found: told where engines of our layout compute prompts for others, whenever that changes. Never ourselves.
-        on_final: see ``Membership.start``.
+        on_prefill_engines: called with the addresses of all other engines that have our layout and compute prompts for
+            other engines, whenever they change.
+        on_final: passed to ``Membership.start``.
 
     Raises:
-        NodeBusy, Unavailable, InvalidRequest: see ``Membership.start``.
+        NodeBusy, Unavailable, InvalidRequest: ``Membership.start`` failed.
     """
 
     def __init__(
         self,
         membership: Membership,
-        mine: EngineEntry,
-        found: Callable[[tuple[str, ...]], None],
+        entry: EngineEntry,
+        on_prefill_engines: Callable[[tuple[str, ...]], None],
         on_final: Callable[[VersionMismatch], None] = lambda error: None,
     ) -> None:
         self._membership = membership
-        self._mine = mine
-        self._found = found
-        membership.start(mine, self._changed, on_final=on_final)
+        self._entry = entry
+        self._on_prefill_engines = on_prefill_engines
+        membership.start(entry, self._changed, on_final=on_final)
 
-    def look(self, role: Role) -> None:
-        """Publish the role where it was changed."""
-        if role != self._mine.role:
-            self._mine = dataclasses.replace(self._mine, role=str(role))
-            self._membership.update(self._mine)
+    def publish_role(self, role: Role) -> None:
+        """Publish the role if it has changed."""
+        if role != self._entry.role:
+            self._entry = dataclasses.replace(self._entry, role=str(role))
+            self._membership.update(self._entry)
 
     def leave(self) -> None:
         """Leave the catalog, so that no client finds this engine any more."""
         self._membership.stop()
 
     def _changed(self) -> None:
-        mine = self._mine
-        fit = [
-            each
-            for each in self._membership.engines()
-            if each.layout == mine.layout and each.process != mine.process and each.role in (Role.PREFILL, Role.BOTH)
+        own = self._entry
+        prefill_engines = [
+            entry
+            for entry in self._membership.engines()
+            if entry.layout == own.layout and entry.process != own.process and entry.role in (Role.PREFILL, Role.BOTH)
         ]
-        self._found(tuple(each.addresses[0] for each in fit if each.addresses))
+        self._on_prefill_engines(tuple(entry.addresses[0] for entry in prefill_engines if entry.addresses))
 
 
 log = logging.getLogger("kvstore.engine")
 
 CONNECT_S: Final = 10.0
-POOL_S: Final = 1.0  # of a request to the node: the thread that computes waits no longer for it
+POOL_S: Final = 1.0  # for a call to the node, because the engine's thread waits for it
 
 
 @dataclass(frozen=True)
 class Ready:
-    """An engine's description of itself when it serves."""
+    """The report of an engine that has begun to serve."""
 
     role: str
     model: str
@@ -118,52 +119,53 @@ class Ready:
 
     @property
     def line(self) -> str:
-        """The report as one line for people; begins with ``kvstore engine ready``."""
+        """The report as one line of text, which begins with ``kvstore engine ready``."""
         pool = f"pool {self.node}" if self.node is not None else "no pool"
-        where = f"grpc on {' '.join(self.grpc)}" + (f", http on {self.http}" if self.http else "")
-        what = f"role {self.role}, {self.model} on {self.device}, {self.frames} frames of {self.page_tokens} tokens"
-        return f"kvstore engine ready: {what}, {pool}, {self.took_s:.2f} s, {where}"
+        servers = f"grpc on {' '.join(self.grpc)}" + (f", http on {self.http}" if self.http else "")
+        engine = f"role {self.role}, {self.model} on {self.device}, {self.frames} frames of {self.page_tokens} tokens"
+        return f"kvstore engine ready: {engine}, {pool}, {self.took_s:.2f} s, {servers}"
 
 
 def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
-    """Run an engine until SIGTERM or SIGINT. ``announce`` is called once, when it serves.
+    """Run an engine until SIGTERM or SIGINT. Calls ``announce`` once, when the engine serves.
 
     Raises:
-        InvalidRequest: no such model or device, too small an arena, an address that cannot be had; names the setting.
-        NodeUnavailable: there is no node to connect to.
+        InvalidRequest: there is no such model or device, the arena is too small, or an address cannot be used. Names
+            the setting.
+        NodeUnavailable: the node is unreachable.
     """
     membership = Membership(config) if config.catalog else None
     with lifecycle.run(config, log, "the engine") as life:
-        listening.plan(config, Identities(config.identities))  # all of this before minutes are spent on a model
+        listening.plan(config, Identities(config.identities))  # finds mistakes before minutes are spent on a model
         store = _connect(config)
         if store is not None:
             life.at_end(store.close)
         home = _home(config, store)
         if home is not None:
             life.at_end(home.close)
-        import torch  # only here: torch and transformers take seconds
+        import torch  # imported here because torch and transformers take seconds
 
         from engine.compute.models import load_model
         from engine.compute.omp_threads import apart
 
         life.log_start(model=config.model)
         if config.threads:
-            torch.set_num_threads(config.threads)  # a model is run once to be loaded
+            torch.set_num_threads(config.threads)  # before loading, which runs the model once
         load = partial(load_model, config.model, device=config.device, dtype=config.dtype, seed=config.seed)
         model = apart(load)
-        gc.freeze()  # what torch and transformers made lives as long as we do: no collection need look at it
+        gc.freeze()  # objects of torch and transformers stay until the end, so collections can skip them
         _run(config, model, store, home, membership, life, announce)
 
 
 def _connect(config: EngineConfig) -> Store | None:
     if config.node == WITHOUT_NODE:
         return None
-    kvstore.connect(config.node or None, CONNECT_S).close()  # it may just be starting
+    kvstore.connect(config.node or None, CONNECT_S).close()  # waits for a node that is starting
     return kvstore.connect(config.node or None, POOL_S)
 
 
 def _home(config: EngineConfig, store: Store | None) -> Store | None:
-    """A second session at the node for the arena, if the node is one of this machine that may know the arena."""
+    """Open a second session for the arena, if the arena can be mounted at a node of this machine; else None."""
     if store is None or not store.reads_without_node or config.unmounted:
         return None
     return kvstore.connect(store.name, POOL_S)
@@ -183,16 +185,17 @@ def _run(
     from engine.shell.engine import Engine
 
     tally = EngineTally()
-    others = contextlib.ExitStack()  # clients of other engines, closed before gRPC ends: their threads must hear of it
-    engine = Engine(config, model, store, lambda address: others.enter_context(EngineClient(address)), tally, home)
+    clients = contextlib.ExitStack()  # of other engines; closed before gRPC ends, so that their threads end
+    engine = Engine(config, model, store, lambda address: clients.enter_context(EngineClient(address)), tally, home)
     server = EngineServer(config, engine, model, tally)
-    place: ClusterPlace | None = None
+    member: ClusterMember | None = None
     engine.start()
     try:
         server.start()
         life.on_hangup(server.reload)
         if membership is not None:
-            place = ClusterPlace(membership, entry_of(config, model, store, server.addresses), engine.found, life.fail)
+            entry = entry_of(config, model, store, server.addresses)
+            member = ClusterMember(membership, entry, engine.set_prefill_engines, life.fail)
             engine.membership = membership.status
         if life.http is not None:
             metrics = EngineMetrics(config.name, tally, engine.status, server.calls)
@@ -200,7 +203,7 @@ def _run(
                 metrics.membership = membership.ages
                 life.http.routes["/readyz"] = readyz(life.ready, membership.fault)
             life.http.routes["/metrics"] = metrics.route
-        said = Ready(
+        ready = Ready(
             role=str(config.role),
             model=model.name,
             device=str(model.device),
@@ -212,23 +215,23 @@ def _run(
             took_s=round(life.took_s, 3),
             pid=os.getpid(),
         )
-        life.report_ready(lambda: announce(said), said.took_s, arena=format_size(config.arena), frames=said.frames)
-        life.wait(lambda: None if place is None else place.look(engine.admission.role))
+        life.report_ready(lambda: announce(ready), ready.took_s, arena=format_size(config.arena), frames=ready.frames)
+        life.wait(lambda: None if member is None else member.publish_role(engine.admission.role))
         life.retire()
-        if place is not None:
-            place.leave()  # before it drains: no new requests should come
+        if member is not None:
+            member.leave()  # before the drain, so that no new requests arrive
         server.retire()
-        left = engine.drain(None, config.drain_s)
-        if left:
-            logs.event(log, logging.WARNING, "requests did not end in time", requests=left)
+        running = engine.drain(None, config.drain_s)
+        if running:
+            logs.event(log, logging.WARNING, "requests did not end in time", requests=running)
     finally:
-        if place is not None:
-            place.leave()
+        if member is not None:
+            member.leave()
         engine.stop()
         server.stop()
-        others.close()
+        clients.close()
 
 
-def described(said: Ready) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    return {"ready": True, **vars(said), "line": said.line}
+def ready_document(ready: Ready) -> dict[str, Any]:
+    """Return the document that ``--json`` prints."""
+    return {"ready": True, **vars(ready), "line": ready.line}

@@ -320,7 +320,7 @@ GOOD: list[tuple[Rule, str, str]] = [
     (pure_code_calls_nothing_impure, "kvstore/state/x.py", "import numpy as np\nnp.random.default_rng(seed)"),
     (pure_code_calls_nothing_impure, "kvstore/tier/x.py", "open('x')"),
     (state_alone_writes_sequences, "engine/state/x.py", "sequence.phase = Phase.ENDED"),
-    (state_alone_writes_sequences, "engine/shell/x.py", "work.spent.cached['dram'] = sequence.cached"),
+    (state_alone_writes_sequences, "engine/shell/x.py", "work.cost.cached['dram'] = sequence.cached"),
     (lengths_are_readable, "kvstore/x.py", "x = 1\n" * 800),
     (exceptions_are_named, "engine/x.py", "try:\n    f()\nexcept BaseException:\n    g()\n    raise"),
     (exceptions_are_named, "engine/x.py", "with contextlib.suppress(OSError):\n    f()"),

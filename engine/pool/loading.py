@@ -80,11 +80,11 @@ class Loading:
             missing = self._get_needed(work, cache, keys, pages, suffix) if pages else None
             if missing is None:
                 if pages and (first := work.needed_from(pages * page_tokens, 0)):
-                    tier = next(iter(work.spent.cached))
-                    work.spent.cached[tier] += first  # tokens before the window count as loaded: none is computed
+                    tier = next(iter(work.cost.cached))
+                    work.cost.cached[tier] += first  # tokens before the window count as loaded: none is computed
                 work.record_loaded(pages * page_tokens)
                 return pages
-            work.spent.cached.clear()
+            work.cost.cached.clear()
             keys = keys.upto(missing * page_tokens)
         return 0
 
@@ -193,6 +193,6 @@ class Loading:
     def _count(self, work: Work, cache: PrefixCache, group: int, match: Match, suffix: str) -> None:
         for tier, pages in match.tiers.items() if group == 0 else ():  # a token counts once, not once for each group
             name = f"{tier.name.lower()}{suffix}"
-            work.spent.cached[name] = work.spent.cached.get(name, 0) + pages * work.page_tokens
+            work.cost.cached[name] = work.cost.cached.get(name, 0) + pages * work.page_tokens
         work.from_arenas = work.from_arenas or Tier.HBM in match.tiers
-        work.spent.loaded_bytes += match.pages * cache.page_bytes
+        work.cost.loaded_bytes += match.pages * cache.page_bytes

@@ -101,7 +101,7 @@ class ArenaPages:
         work.record_loaded(0)
         work.record_stored(shared)
         if shared:
-            work.spent.cached["hbm"] = shared * work.page_tokens
+            work.cost.cached["hbm"] = shared * work.page_tokens
 
     def give_back(self, work: Work, freed: list[int], stay: list[int]) -> None:
         """Take back the frames of a request: pages ``freed`` are gone, and its leading pages ``stay`` remain here."""

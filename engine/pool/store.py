@@ -224,7 +224,7 @@ class Pool:
                 return stored  # pages after a missing one would never be found
         for keys in keys_to_store(cache, work, group, range(start, stop)):
             pages = self.put_missing(group_cache, keys, work.frames[group, start : start + len(keys)], group)
-            work.spent.written_bytes += pages * group_cache.page_bytes
+            work.cost.written_bytes += pages * group_cache.page_bytes
             start += len(keys)
         return stop
 
@@ -383,7 +383,7 @@ class ChunkWriter:
                 writer = self._writers.pop(0)
                 writer.__exit__(None, None, None)
                 sealed += writer.sealed
-                work.spent.written_bytes += len(writer.pages_new) * self._cache.groups[self._group].page_bytes
+                work.cost.written_bytes += len(writer.pages_new) * self._cache.groups[self._group].page_bytes
             # A page that was not sealed here was stored before, or found no space. A lookup shows which.
             work.stored_pages[self._group] = self._stop if sealed == self._count else self._count_stored()
         except KVStoreError as error:
@@ -459,4 +459,4 @@ class Chunk:
             writer.after(succeeded)
         if succeeded:
             prompt = self.work.prompt
-            self.work.spent.computed += min(self.stop, prompt) - min(self.start, prompt)
+            self.work.cost.computed += min(self.stop, prompt) - min(self.start, prompt)

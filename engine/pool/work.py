@@ -25,7 +25,7 @@ NAME_BYTES: Final = 32  # equal names mean equal tokens: collisions of a hash of
 
 
 @dataclass
-class Spent:
+class Cost:
     """What a request has cost so far. ``Work.usage`` makes a ``Usage`` of it."""
 
     cached: dict[str, int] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Work:
     """One request, as the shell sees it.
 
     The engine's thread uses it. While a thread loads or moves KV for the request, that thread alone uses its frames,
-    ``spent``, ``lossy`` and ``from_arenas``. Any thread may send events to its client.
+    ``cost``, ``lossy`` and ``from_arenas``. Any thread may send events to its client.
 
     Attributes:
         number: the number of the sequence in ``engine.state``.
@@ -98,7 +98,7 @@ class Work:
         self.keys: tuple[GroupedCache, GroupedKeys, bytes] | None = None
         self.lossy = False
         self.from_arenas = False
-        self.spent = Spent()
+        self.cost = Cost()
         self.progress: Arrivals | None = None
         self.first_token = 0
         self._emit = emit
@@ -218,7 +218,7 @@ class Work:
 
     def recompute_last(self) -> None:
         """Do not count the last token of a loaded prompt as cached, because it is computed again."""
-        loaded = self.spent.cached
+        loaded = self.cost.cached
         if sum(loaded.values()) == self.prompt:
             loaded[next(reversed(loaded))] -= 1  # pages are loaded in order, so this is the tier of the last page
 
@@ -226,19 +226,19 @@ class Work:
         """Return the usage so far."""
         drawn = self.length - self.prompt
         first, second = self._first_s or time.monotonic(), self._second_s
-        spent = self.spent
+        cost = self.cost
         return Usage(
             prompt_tokens=self.request.prompt_tokens,
             completion_tokens=self.generated,
-            cached_tokens=dict(spent.cached),
-            computed_tokens=spent.computed,
-            prefill_engine=spent.prefill_engine,
-            prefill_cached_tokens=dict(spent.prefill_cached),
+            cached_tokens=dict(cost.cached),
+            computed_tokens=cost.computed,
+            prefill_engine=cost.prefill_engine,
+            prefill_cached_tokens=dict(cost.prefill_cached),
             ttft_ms=1e3 * (first - self.started_s),
             gap_ms=1e3 * (second - first) if second else 0.0,
             tpot_ms=1e3 * (self._last_s - second) / (drawn - 2) if second and drawn > 2 else 0.0,
-            loaded_bytes=spent.loaded_bytes,
-            moved_bytes=spent.moved_bytes,
-            written_bytes=spent.written_bytes,
-            prefill_ms=1e3 * spent.prefill_s,
+            loaded_bytes=cost.loaded_bytes,
+            moved_bytes=cost.moved_bytes,
+            written_bytes=cost.written_bytes,
+            prefill_ms=1e3 * cost.prefill_s,
         )

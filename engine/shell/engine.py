@@ -296,7 +296,7 @@ class Engine:
         self.pool.stop()
         self.stagings.close()
 
-    def found(self, engines: tuple[str, ...]) -> None:
+    def set_prefill_engines(self, engines: tuple[str, ...]) -> None:
         """Replace the addresses of the engines that now compute prompts for others."""
         self._prefill_engines = engines
         self.inbox.post(ev.EnginesFound(time.monotonic(), engines))
@@ -316,12 +316,12 @@ class Engine:
 
     def remains(self) -> dict[str, int]:
         """Count what an idle engine does not have, by name: ids, sequences, prefills, and frames in use."""
-        kept = self.state.roster.frames.kept
+        kept_pages = self.state.roster.frames.kept
         counts = {
             "known": len(self.admission.known),
             "sequences": len(self.state.roster.sequences),
             "held": len(self.prefills),
-            "frames": sum(arena.frames_total - arena.frames_free - kept for arena in self.arenas.groups),
+            "frames": sum(arena.frames_total - arena.frames_free - kept_pages for arena in self.arenas.groups),
         }
         return {name: count for name, count in counts.items() if count}
 

@@ -139,7 +139,7 @@ class StepRunner:
         seconds = time.monotonic() - start
         chunk_tokens = sum(chunk.tokens for chunk in chunks)
         for chunk in chunks:
-            chunk.work.spent.prefill_s += (seconds - waits.waited_s) * chunk.tokens / chunk_tokens
+            chunk.work.cost.prefill_s += (seconds - waits.waited_s) * chunk.tokens / chunk_tokens
         observer.stepped(len(decoding), chunk_tokens, seconds)
         if waits.waited_s:
             observer.stalled(waits.waited_s)
@@ -356,9 +356,9 @@ class EnginePerformer:
     def _draw(self, it: do.Draw) -> None:
         work, fetch = self.works[it.sequence], self._fetches.get(it.sequence)
         if fetch is not None and fetch.admitted is not None:
-            work.spent.prefill_engine = fetch.address
-            work.spent.prefill_cached = dict(fetch.admitted.cached_tokens)
-            work.spent.prefill_s = fetch.handoff.prefill_ms / 1e3 if fetch.handoff is not None else 0.0
+            work.cost.prefill_engine = fetch.address
+            work.cost.prefill_cached = dict(fetch.admitted.cached_tokens)
+            work.cost.prefill_s = fetch.handoff.prefill_ms / 1e3 if fetch.handoff is not None else 0.0
         end = work.add_token(it.token, self._eos)
         self.handle(ev.TokenDrawn(time.monotonic(), it.sequence, end, work.new_page_name()))
 
@@ -390,24 +390,24 @@ class EnginePerformer:
         work.lossy = work.lossy or fetch.lossy
         work.record_loaded(work.prompt)
         work.record_stored(0 if work.lossy else fetch.handoff.stored)
-        self._observer.handed_off(work.spent.moved_bytes, work.since_first_s())
+        self._observer.handed_off(work.cost.moved_bytes, work.since_first_s())
 
     def _dismiss(self, it: do.Dismiss) -> None:
         work, fetch = self.works[it.sequence], self._fetches.pop(it.sequence)
         log.warning("prefill of %s by %s failed: %s", work.id, it.engine, it.error)
         work.lossy = work.lossy or fetch.lossy
-        work.spent.prefill_engine, work.spent.prefill_cached = "", {}
+        work.cost.prefill_engine, work.cost.prefill_cached = "", {}
         if fetch.moving:
             is_complete = fetch.arrivals.tokens_min() >= work.prompt
             work.record_loaded(work.prompt if is_complete else 0)
             if work.has_ring and not is_complete:  # all tokens of a ring are computed again
-                work.spent.cached.clear()
+                work.cost.cached.clear()
 
     def _send_admitted(self, it: do.TellAdmitted) -> None:
         work = self.works[it.sequence]
         assert work.progress is not None
         work.progress.all_reached(it.cached // work.page_tokens * work.page_tokens)  # full pages only
-        work.send(Admitted(work.prompt, dict(work.spent.cached), work.lossy))
+        work.send(Admitted(work.prompt, dict(work.cost.cached), work.lossy))
 
     def _send_progress(self, it: do.TellProgress) -> None:
         self.works[it.sequence].send(Progress(it.tokens, self._state.speeds.prefill_tokens_per_s))
@@ -424,9 +424,9 @@ class EnginePerformer:
             tail_tokens=work.prompt - pages * work.page_tokens,
             first_token=work.first_token,
             generated=work.generated + 1,
-            cached_tokens=dict(work.spent.cached),
-            computed_tokens=work.spent.computed,
-            prefill_ms=1e3 * work.spent.prefill_s,
+            cached_tokens=dict(work.cost.cached),
+            computed_tokens=work.cost.computed,
+            prefill_ms=1e3 * work.cost.prefill_s,
         )
         work.send(Done(handoff))
 

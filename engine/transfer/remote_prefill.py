@@ -347,7 +347,7 @@ class Fetch:
             with ExitStack() as stack:
                 rows = [staging.layer_target(frame, count, number) for _, frame, count in parts]
                 self._read(piece, [stack.enter_context(each) for each in rows])
-        self._work.spent.moved_bytes += size
+        self._work.cost.moved_bytes += size
 
     def _read_to_buffer(self, piece: Piece, shape: tuple[int, int]) -> Bytes:
         """Return the verified and decoded piece in a new buffer."""
@@ -410,7 +410,7 @@ class Fetch:
                         if is_computed:  # all writes are over: the page found no space, or was evicted
                             return False
                 self._link.carry(count * self._layout.layer_bytes, self._has_stopped)
-                work.spent.moved_bytes += count * self._layout.layer_bytes
+                work.cost.moved_bytes += count * self._layout.layer_bytes
             tokens = stop * work.page_tokens
             if tail is not None:
                 piece = next(tail, None)
@@ -461,7 +461,7 @@ class Fetch:
                 pool_bytes += group_bytes
             position = max(position, stop * page_tokens)
             self._link.carry(pool_bytes, self._has_stopped)
-            work.spent.moved_bytes += pool_bytes
+            work.cost.moved_bytes += pool_bytes
         arrived = [max(position, start) for start in self._starts]
         if position < work.prompt:
             with closing(self._pull(position)) as pieces:

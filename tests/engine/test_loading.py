@@ -44,7 +44,7 @@ def test_frames_that_lie_apart_take_what_other_nodes_have(
     monkeypatch.setattr(type(cache), "lookup", lambda self, keys: asked.append(len(keys)) or real(self, keys))
     assert Loading(pool).load(work) == PAGES * LARGE.page_tokens
     assert asked == [PAGES - shared]
-    assert work.spent.cached == {"dram": (PAGES - shared) * LARGE.page_tokens}
+    assert work.cost.cached == {"dram": (PAGES - shared) * LARGE.page_tokens}
     rows = arena.pages[torch.tensor(FRAMES)].reshape(PAGES, -1).view(torch.uint8).numpy()
     assert first_wrong(rows[shared:], contents(chain(1, PAGES, LARGE), LARGE)[shared:]) == ""
     assert not arena.pages[list(FRAMES[:shared])].any(), "who shares a frame does not write there"

@@ -425,7 +425,7 @@ class Lab:
 
 def is_moving(one: Engine) -> bool:
     """Whether KV of a request is on its way here."""
-    return any(work.spent.moved_bytes for work in list(one.performer.works.values()))
+    return any(work.cost.moved_bytes for work in list(one.performer.works.values()))
 
 
 def keys_of(one: Engine, store: Store, tokens: Tokens) -> Keys:
