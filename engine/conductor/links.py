@@ -21,7 +21,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from engine.api.wire import SERVICE as ENGINES
 from engine.api.wire import events_of, set_role_request, submit_request, tokens_bytes
-from engine.client import SLACK_S, WATCH, url_of
+from engine.client import KEEPALIVE, SLACK_S, url_of
 from engine.conductor.state.engine_table import EngineAbout
 from engine.conductor.state.measured_speed import MeasuredSpeed
 from engine.model.request import AnswerTokens, Finished, Request, Role, RoleOrder, Token
@@ -35,7 +35,7 @@ from kvstore.wire.grpc import from_rpc
 
 NODES: Final = "kvstore.v1.Store"
 BLOCKING_ONLY: Final = grpc.experimental.ChannelOptions.SingleThreadedUnaryStream  # asyncio channels refuse this option
-ASYNC_OPTIONS: Final = tuple((({key: value for key, value in OPTIONS if key != BLOCKING_ONLY}) | WATCH).items())
+ASYNC_OPTIONS: Final = tuple((({key: value for key, value in OPTIONS if key != BLOCKING_ONLY}) | KEEPALIVE).items())
 
 
 class AnswerLink(Protocol):
