@@ -1,7 +1,8 @@
-"""The configuration of an engine: one frozen tree, read once at the edge, as a node's is (``kvstore.config``).
+"""The configuration of an engine: a frozen dataclass that is read once at the start, like that of a node.
 
-A value comes from, strongest first: a flag of ``kvstore engine``, the environment (``KVSTORE_ENGINE_ROLE``), a file
-(``role = "decode"`` under ``[engine]``; a node's settings may be in it, too), the default.
+The first of these sources that sets a value wins: a flag of ``kvstore engine``, the environment
+(``KVSTORE_ENGINE_ROLE``), a file (``role = "decode"`` under ``[engine]``), the default. The file may also have the
+settings of a node.
 """
 
 from __future__ import annotations
@@ -34,35 +35,40 @@ def _choice(kind: type[StrEnum]) -> Callable[[object, str], Any]:
         try:
             return kind(parse_text(value, name))
         except ValueError:
-            raise InvalidRequest(name, f"{value!r} is not one of {', '.join(kind)}") from None
+            raise InvalidRequest(name, f"must be one of {', '.join(kind)} (got {value!r})") from None
 
     return parse
 
 
 def parse_engines(value: object, name: str = "prefill") -> tuple[str, ...]:
-    """Addresses of engines: ``HOST:PORT``, ``kv://HOST:PORT`` or ``unix:PATH``, several separated by commas, or a list.
+    """Parse addresses of engines: a list, or a text with commas between them.
+
+    An address is ``HOST:PORT``, ``kv://HOST:PORT`` or ``unix:PATH``.
 
     Raises:
-        InvalidRequest: one of them has another form, or no port.
+        InvalidRequest: an address has another form, or no port.
     """
     if isinstance(value, str):
-        found = [part.strip() for part in value.split(",") if part.strip()]
+        addresses = [part.strip() for part in value.split(",") if part.strip()]
     elif isinstance(value, list | tuple):
-        found = [parse_text(part, name) for part in value]
+        addresses = [parse_text(part, name) for part in value]
     else:
-        raise InvalidRequest(name, f"{value!r} is not HOST:PORT, nor a list of them")
-    for address in found:
+        raise InvalidRequest(name, f"must be HOST:PORT or a list of addresses (got {value!r})")
+    for address in addresses:
         if (
             not address.startswith(("unix:/", "kv+unix:///"))
             and parse_address(address.removeprefix("kv://"), name)[1] == 0
         ):
-            raise InvalidRequest(name, f"{address!r} has no port")
-    return tuple(found)
+            raise InvalidRequest(name, f"must have a port (got {address!r})")
+    return tuple(addresses)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(DaemonConfig):
-    """One engine. Checked however it is made: raises `InvalidRequest` naming the field. Sizes are bytes."""
+    """The settings of an engine. The constructor checks them, and raises ``InvalidRequest`` with the field's name.
+
+    Sizes are in bytes.
+    """
 
     role: Role = setting(
         Role.BOTH,
@@ -173,13 +179,13 @@ class EngineConfig(DaemonConfig):
 
     @property
     def unmounted(self) -> str:
-        """Why the node is not to know what the arena keeps; "" where it is."""
+        """The reason why the arena is not mounted at the node; "" if it may be mounted."""
         return "mount=none" if self.mount == "none" else "" if self.keep_pages else "keep_pages is 0"
 
     def __post_init__(self) -> None:
-        require("model", self.model != "", "is missing: a folder, or a preset such as tiny-llama", self.model)
+        require("model", self.model != "", "must be a folder, or a preset such as tiny-llama", self.model)
         require("device", _DEVICE.fullmatch(self.device) is not None, "must be cpu or cuda:N", self.device)
-        require("listen", bool(self.listen), "needs an address", self.listen)
+        require("listen", bool(self.listen), "must have an address", self.listen)
         self.check_daemon()
         known = (DTYPE_AUTO, *DTYPES)
         require("dtype", self.dtype in known, f"must be one of {', '.join(known)}", self.dtype)
@@ -210,9 +216,13 @@ def load(
     env: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> tuple[EngineConfig, dict[str, str]]:
-    """The configuration, and where each of its values came from.
+    """Read the configuration. Returns it, and for each value the source that set it.
 
-    ``env`` is ``os.environ`` when None; of ``flags`` those that are None are not given. Raises `InvalidRequest` naming
-    the setting and saying where it was read.
+    Args:
+        env: the environment; None: ``os.environ``.
+        flags: the flags; those that are None are not set.
+
+    Raises:
+        InvalidRequest: a value is not valid. Names the setting and the source.
     """
     return read(EngineConfig, "engine", path, os.environ if env is None else env, flags or {}, ENV_PREFIX)

@@ -78,7 +78,7 @@ def test_refused_by_name(wrong: dict[str, Any]) -> None:
             {"KVSTORE_ENGINE_ROL": "x"},
             "KVSTORE_ENGINE_ROL: is not a known setting; did you mean KVSTORE_ENGINE_ROLE?",
         ),
-        ('[engine]\nrole = "x"', {}, "role: 'x' is not one of prefill, decode, both (from file"),
+        ('[engine]\nrole = "x"', {}, "role: must be one of prefill, decode, both (got 'x') (from file"),
     ],
 )
 def test_names_nobody_knows(tmp_path: Path, text: str, env: dict[str, str], said: str) -> None:
