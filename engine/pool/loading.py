@@ -1,4 +1,4 @@
-"""Loading: copies the stored prefix of a prompt from the pool into frames."""
+"""PrefixLoader: copies the stored prefix of a prompt from the pool into frames."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvstore.model.replica import Tier
 if TYPE_CHECKING:
     import torch
 
-WINDOW_TRIES: Final = 3
+WINDOW_TRIES: Final = 3  # how many prefixes to try if needed pages are evicted in the meantime
 
 
-class Loading:
+class PrefixLoader:
     """Loads prefixes from one pool. Several threads may load at once, each for a different request."""
 
     def __init__(self, pool: Pool) -> None:

@@ -39,9 +39,9 @@ from kvstore.model.groups import is_chained
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 
-LOOK_S = 0.25
-LOOK_TIMEOUT_S = 0.05
-REMOTE_LOOK_TIMEOUT_S = 1.0
+LOOK_S = 0.25  # the time between two checks of the node
+LOOK_TIMEOUT_S = 0.05  # for a check of a node on this machine
+REMOTE_LOOK_TIMEOUT_S = 1.0  # for a check of another node
 CACHES_MAX = 1024  # caches of tenants and adapters that stay open
 WRITE_TTL_S = 30.0  # for writing the pages of a chunk; pages that take longer are written with the next chunk
 
@@ -84,8 +84,8 @@ class Pool:
         self.outgoing = None if stagings.in_place else ThreadPoolExecutor(1, "engine-out")
         self._caches: dict[tuple[str, str, bool], GroupedCache] = {}
         self._stopped = threading.Event()
-        look = boundary.thread_loop("task/engine pool", self._look, self._stopped)
-        self._watch = threading.Thread(target=look, name="engine-pool", daemon=True)
+        loop = boundary.thread_loop("task/engine pool", self._check_node, self._stopped)
+        self._watch = threading.Thread(target=loop, name="engine-pool", daemon=True)
 
     def start(self) -> None:
         """Start the thread that watches the node."""
@@ -100,7 +100,7 @@ class Pool:
         if self.outgoing is not None:
             self.outgoing.shutdown(wait=True)
 
-    def _look(self) -> None:
+    def _check_node(self) -> None:
         assert self.store is not None
         if self._stopped.wait(LOOK_S):
             return

@@ -28,7 +28,7 @@ from engine.memory.staging import Stagings
 from engine.model.observer import Observer
 from engine.model.request import Admitted, Done, HandOff, Progress
 from engine.pool.keys import links_of
-from engine.pool.loading import Loading
+from engine.pool.loading import PrefixLoader
 from engine.pool.pages import ArenaPages
 from engine.pool.store import Chunk, Pool
 from engine.pool.work import Work
@@ -221,7 +221,7 @@ class EnginePerformer:
         self._stagings = stagings
         self.pages = ArenaPages(stagings.arenas, pool, mounted, stagings.finish)
         self._pool = pool
-        self._loading = Loading(pool)
+        self._prefix_loader = PrefixLoader(pool)
         self._peers = peers
         self._prefills = prefills
         self._codecs = codecs
@@ -316,7 +316,7 @@ class EnginePerformer:
         def load() -> None:
             try:
                 self.pages.clear(work)
-                tokens = self._loading.load(work)
+                tokens = self._prefix_loader.load(work)
             except DeviceLost as error:
                 self._inbox.post(ev.DeviceFailed(time.monotonic(), ev.device_failed(error)))
                 tokens = 0

@@ -11,7 +11,7 @@ from engine.memory.arena import Arena
 from engine.memory.staging import HostStaging, Stagings
 from engine.model.request import Request, Sampling
 from engine.pool import store
-from engine.pool.loading import Loading
+from engine.pool.loading import PrefixLoader
 from engine.pool.work import Work
 from tests.helpers.content import LARGE, chain, contents, first_wrong, prompt
 from tests.helpers.pool import patient
@@ -42,7 +42,7 @@ def test_frames_that_lie_apart_take_what_other_nodes_have(
     asked: list[int] = []
     real = type(cache).lookup
     monkeypatch.setattr(type(cache), "lookup", lambda self, keys: asked.append(len(keys)) or real(self, keys))
-    assert Loading(pool).load(work) == PAGES * LARGE.page_tokens
+    assert PrefixLoader(pool).load(work) == PAGES * LARGE.page_tokens
     assert asked == [PAGES - shared]
     assert work.cost.cached == {"dram": (PAGES - shared) * LARGE.page_tokens}
     rows = arena.pages[torch.tensor(FRAMES)].reshape(PAGES, -1).view(torch.uint8).numpy()
