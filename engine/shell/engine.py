@@ -68,9 +68,9 @@ def memory_frames(
 ) -> tuple[int, ...]:
     """Divide the memory between the cache groups. Returns the number of frames of each group.
 
-    Every group after the first has a window. It gets rings for ``batch_max`` sequences, but no more than half of the
-    memory, and no more frames than the number of pages of all layers that fit in the memory. So the first group gets at
-    least that number.
+    Every group after the first has a window. It gets rings for ``batch_max`` sequences, with two limits: half of the
+    memory (but at least one ring), and the number of pages of all layers that fit in the memory. So the first group
+    gets at least that number of frames.
 
     Raises:
         InvalidRequest: not even one page fits.
@@ -318,9 +318,9 @@ class Engine:
         """Count what an idle engine does not have, by name: ids, sequences, prefills, and frames in use."""
         kept_pages = self.state.roster.frames.kept
         counts = {
-            "known": len(self.admission.known),
+            "ids": len(self.admission.known),
             "sequences": len(self.state.roster.sequences),
-            "held": len(self.prefills),
+            "prefills": len(self.prefills),
             "frames": sum(arena.frames_total - arena.frames_free - kept_pages for arena in self.arenas.groups),
         }
         return {name: count for name, count in counts.items() if count}

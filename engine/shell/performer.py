@@ -162,7 +162,8 @@ class StepRunner:
     def _record_tokens(self, works: list[Work], tokens: list[int]) -> tuple[dict[int, str], dict[int, bytes]]:
         """Record the next token of each sequence, and send it to the client.
 
-        Returns, by sequence, how answers ended that a token ends, and the names of pages that a token completes.
+        Returns, by sequence, "eos" or "stop" if its token ends the answer, and the name of the page that its token
+        completes.
         """
         ends: dict[int, str] = {}
         names: dict[int, bytes] = {}
