@@ -30,7 +30,7 @@ from kvstore.cluster.directory_messages import read_state
 from kvstore.config.reading import parse_nvme
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.prefix import Keys
-from kvstore.node.cluster.data_server import serving
+from kvstore.node.cluster.data_server import server_by_node
 from kvstore.shm.folder import NodeFolder, list_nodes
 from kvstore.wire.data import FrameKind
 
@@ -68,7 +68,7 @@ def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
         Unavailable: the catalog does not answer.
     """
     nodes, _, entries, _ = asyncio.run(members_of(url, pool))
-    server_of = serving(nodes, entries)
+    server_of = server_by_node(nodes, entries)
     servers = [server_of[name] for name in sorted(server_of)]
     with ThreadPoolExecutor(min(NODES_AT_ONCE, len(servers)) or 1) as threads:
         reports = list(threads.map(lambda server: _verified(server, pool, timeout_s), servers))

@@ -109,11 +109,11 @@ def test_names_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     named = NamedPages()
     first = named.name({"keys": [ROOT], "root": ROOT})["prompt"]
     assert named.name({"keys": [ROOT] * 2, "root": ROOT, "prompt": first}) == {"prompt": first, "pages": 3}
-    assert named.expanded({"call": "pages", "prompt": first}) == {"call": "pages", "keys": [ROOT] * 3, "root": ROOT}
+    assert named.expand({"call": "pages", "prompt": first}) == {"call": "pages", "keys": [ROOT] * 3, "root": ROOT}
     others = [named.name({"keys": [ROOT], "root": ROOT})["prompt"] for _ in range(named_pages.PROMPTS_MAX - 1)]
-    named.expanded({"prompt": first})  # used: another goes
+    named.expand({"prompt": first})  # used: another goes
     named.name({"keys": [ROOT], "root": ROOT})
-    named.expanded({"prompt": first})
+    named.expand({"prompt": first})
     monkeypatch.setattr(named_pages, "PAGES_MAX", 3)
     bad: list[tuple[str, dict[str, Any]]] = [
         ("keys", {"keys": [ROOT], "root": ROOT, "prompt": first}),
@@ -127,11 +127,11 @@ def test_names_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
             named.name(request)
         assert error.value.field == field, request
     with pytest.raises(InvalidRequest, match="^prompt: cannot be combined with keys"):
-        named.expanded({"prompt": first, "keys": [ROOT]})
-    assert len(named.expanded({"prompt": first})["keys"]) == 3  # nothing was added
+        named.expand({"prompt": first, "keys": [ROOT]})
+    assert len(named.expand({"prompt": first})["keys"]) == 3  # nothing was added
     monkeypatch.setattr(named_pages, "IDLE_S", -1.0)
     with pytest.raises(InvalidRequest, match="^prompt: .* is unknown or has expired"):
-        named.expanded({"prompt": first})
+        named.expand({"prompt": first})
 
 
 # --- answers --------------------------------------------------------------------------------------------------------

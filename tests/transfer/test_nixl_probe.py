@@ -13,7 +13,7 @@ from kvstore.cluster import nixl as nixl_agent
 from kvstore.cluster.nixl import DRAM, VRAM, NixlAgent
 from kvstore.device.host_memory import empty
 from kvstore.node.operator import nixl_probe
-from kvstore.node.operator.nixl_probe import reads, why_not
+from kvstore.node.operator.nixl_probe import try_read, why_not
 from kvstore.tier.base import Bytes
 from kvstore.wire.data import LentRun
 
@@ -82,8 +82,8 @@ runpy.run_module("kvstore.node.operator.nixl_probe", run_name="__main__")
 @with_nixl
 def test_one_agent_reads_what_another_one_has() -> None:
     memory = some(nixl_probe.NBYTES)
-    assert reads(memory.ctypes.data, 0, DRAM, memory) == ""
-    assert reads(memory.ctypes.data, 0, DRAM, memory[::-1].copy()) == "the reader received other bytes"
+    assert try_read(memory.ctypes.data, 0, DRAM, memory) == ""
+    assert try_read(memory.ctypes.data, 0, DRAM, memory[::-1].copy()) == "the reader received other bytes"
 
 
 @with_nixl
@@ -93,11 +93,11 @@ def test_memory_that_is_no_devices_is_refused() -> None:
 import json, os
 from kvstore.errors import Unavailable
 from kvstore.device.host_memory import empty
-from kvstore.node.operator.nixl_probe import reads
+from kvstore.node.operator.nixl_probe import try_read
 memory = empty(1 << 20)
 memory[:] = 1
 try:
-    found = reads(memory.ctypes.data, 0, "VRAM", memory)
+    found = try_read(memory.ctypes.data, 0, "VRAM", memory)
 except Unavailable as error:
     found = str(error)
 print(json.dumps(found), flush=True)

@@ -21,7 +21,7 @@ from kvstore.client.device_link import host_rows
 from kvstore.client.match import ABSENT, CHECKSUM, GENERATION, Lease, Match
 from kvstore.client.prefix_cache import PendingPut, PrefixCache
 from kvstore.client.reader import Reader
-from kvstore.client.remote.node import REQUEST_PAGES, RemoteNode, end, lost
+from kvstore.client.remote.node import REQUEST_PAGES, RemoteNode, end, is_connection_lost
 from kvstore.client.remote.writer import RemotePut, RemoteWriter
 from kvstore.device.host_memory import copy, empty
 from kvstore.errors import InvalidRequest, LeaseBroken, NodeUnavailable, Unavailable
@@ -62,7 +62,7 @@ def fetch(node: RemoteNode, request: pb.ReadRequest, count: int, page_bytes: int
         try:
             return _fetch(node, raw, count, page_bytes, rows)
         except grpc.RpcError as error:
-            if not (again and lost(error)):
+            if not (again and is_connection_lost(error)):
                 node.refuse(error)
             again = False
         except ValueError as error:  # not protobuf, or gRPC's error if another thread has closed the channel

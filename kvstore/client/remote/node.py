@@ -154,7 +154,7 @@ class RemoteNode:
             try:
                 return attempt(max(0.001, deadline - time.monotonic()))
             except grpc.RpcError as error:
-                if not (again and lost(error)):
+                if not (again and is_connection_lost(error)):
                     self.refuse(error)
                 again = False
             except ValueError:  # gRPC's error if another thread has closed the channel
@@ -218,7 +218,7 @@ def end(stream: Any) -> None:
         take()  # returns at once: all events exist after the cancellation
 
 
-def lost(error: grpc.RpcError) -> bool:
+def is_connection_lost(error: grpc.RpcError) -> bool:
     """Return whether a call failed because there was no connection or it broke. False if the node refused the call."""
     call = _call_of(error)
     if call is None or call.code() is not grpc.StatusCode.UNAVAILABLE:

@@ -16,7 +16,7 @@ from kvstore.client.objects import ObjectVerbs, listed, sources_of
 from kvstore.client.remote.admin import PROMPT, RemoteAdmin
 from kvstore.client.remote.cache import RemoteCache
 from kvstore.client.remote.endpoint import Endpoint
-from kvstore.client.remote.node import OVERHEAD_BYTES, RemoteNode, end, lost
+from kvstore.client.remote.node import OVERHEAD_BYTES, RemoteNode, end, is_connection_lost
 from kvstore.client.store import Store, check_cache
 from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
@@ -75,7 +75,7 @@ class RemoteObjects(ObjectVerbs):
             try:
                 return self._get(request, target)
             except grpc.RpcError as error:
-                if not (again and lost(error)):
+                if not (again and is_connection_lost(error)):
                     self._node.refuse(error)
                 again = False
 

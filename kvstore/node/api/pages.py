@@ -107,7 +107,7 @@ class PageCalls:
                 partial(_get, prompt, shard, start, min(start + len(rows), match.pages), rows, request.verify)
                 for start in range(0, match.pages, max(1, len(rows)))
             )
-            async with contextlib.aclosing(streams.ahead(call, steps)) as batches:
+            async with contextlib.aclosing(streams.run_ahead(call, steps)) as batches:
                 async for batch_match, messages in batches:
                     for packed in messages:
                         await call.send(packed)

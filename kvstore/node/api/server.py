@@ -76,7 +76,7 @@ STREAMS_MIN, STREAMS_SHARE = 16, 16
 BUFFER_PAGES: Final = 4  # the buffers of all calls have room for as many pages of the largest size
 
 
-class _Here:
+class _OwnNode:
     """This daemon's node, in the form of an embedded one. Closing the client does not end the node."""
 
     def __init__(self, node: Node, dispatcher: Dispatcher) -> None:
@@ -107,7 +107,7 @@ class ApiServer(LoopServer):
         self._dispatcher = dispatcher
 
     def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
-        store = LocalStore(LocalNode(self._node.folder, embedded=_Here(self._node, self._dispatcher)))
+        store = LocalStore(LocalNode(self._node.folder, embedded=_OwnNode(self._node, self._dispatcher)))
         ends.callback(store.close)
         self._reservations = Reservations(store, self._node, self.identities)
         self._leases = Leases(store, self._node, self.identities)

@@ -103,7 +103,7 @@ async def batches(first: Data, requests: AsyncIterator[bytes], call: Call) -> As
     yield batch
 
 
-async def ahead(call: Call, steps: Iterable[Callable[[], Value]]) -> AsyncGenerator[Value, None]:
+async def run_ahead(call: Call, steps: Iterable[Callable[[], Value]]) -> AsyncGenerator[Value, None]:
     """Yield the results of ``steps`` in order. A thread runs each step while the caller uses the result before it."""
     step: asyncio.Task[Value] | None = None
     try:

@@ -51,7 +51,7 @@ HEARD_STEP_S: Final = 1.0  # the file is rewritten if the catalog's last answer 
 cluster_log = logging.getLogger("kvstore.cluster")
 
 
-def serving(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[str, DataEntry]:
+def server_by_node(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[str, DataEntry]:
     """Return for each node the data server to read its pages from.
 
     If a node has several, the newest counts, since an older one may have died recently. But a data server of another
@@ -61,12 +61,12 @@ def serving(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[st
         servers: the newest last.
     """
     incarnations = {node.name: node.incarnation for node in nodes}
-    server_by_node: dict[str, DataEntry] = {}
+    newest: dict[str, DataEntry] = {}
     for server in servers:
         is_current = not server.incarnation or server.incarnation == incarnations.get(server.node, server.incarnation)
-        if server.node not in server_by_node or is_current:
-            server_by_node[server.node] = server
-    return server_by_node
+        if server.node not in newest or is_current:
+            newest[server.node] = server
+    return newest
 
 
 def offered_by(server: DataEntry) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class ViewKeeper:
             name: PoolNode(
                 name, each.process, each.incarnation, each.addresses, each.tls, offered_by(each), each.tls_name
             )
-            for name, each in serving(self._members.nodes(), self._members.data_servers()).items()
+            for name, each in server_by_node(self._members.nodes(), self._members.data_servers()).items()
         }
         heard_s, before = self._members.heard_s, self._view
         if self._written and peers == before.peers and heard_s < before.heard_s + HEARD_STEP_S:
@@ -172,7 +172,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         server = Server(
             config.name,
             handlers(node, directory, transports_of(config)),
-            admits(config, process),
+            caller_check(config, process),
             limits_of(config),
             tls=certificate.for_sockets() if certificate is not None else None,
             process=process,
@@ -224,7 +224,7 @@ def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str
     return by_kind
 
 
-def admits(config: NodeConfig, process: str) -> Admit:
+def caller_check(config: NodeConfig, process: str) -> Admit:
     """Return the check for callers: the identities are those of gRPC, and the caller must be of the same pool.
 
     Without identities, a caller must send the number of this process. Other users of the machine can reach loopback,

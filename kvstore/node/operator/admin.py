@@ -66,5 +66,5 @@ class Admin:
         if call is None:
             raise InvalidRequest("call", f"must be one of {', '.join(self.calls)} (got {request.get('call')!r})")
         if "prompt" in request and call != self._named_pages.name:
-            request = self._named_pages.expanded(request)
+            request = self._named_pages.expand(request)
         return call(request)

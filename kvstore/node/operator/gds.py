@@ -40,7 +40,7 @@ class DirectFile:
 
     def __init__(self, device: CudaDevice, path: Path) -> None:
         self._device = device
-        self._cufile = _opened_cufile()
+        self._cufile = _open_cufile()
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
@@ -111,7 +111,7 @@ def why_not(device: CudaDevice, path: Path) -> str:
 
 
 @cache
-def _opened_cufile() -> Any:
+def _open_cufile() -> Any:
     """Return the cuFile module, opened without the fallback to host memory. Raises Unavailable."""
     try:
         cufile = importlib.import_module("cuda.bindings.cufile")

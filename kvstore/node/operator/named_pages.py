@@ -76,7 +76,7 @@ class NamedPages:
                 self._prompts.popitem(last=False)
         return {"prompt": prompt, "pages": count}
 
-    def expanded(self, request: dict[str, Any]) -> dict[str, Any]:
+    def expand(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the request with the keys and the root of its prompt in place of ``prompt``."""
         if "keys" in request:
             raise InvalidRequest("prompt", "cannot be combined with keys")

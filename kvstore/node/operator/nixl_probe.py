@@ -50,7 +50,7 @@ def why_not(command: Sequence[str] = COMMAND, deadline_s: float = PROBE_S) -> st
         return f"the test ended with {child.returncode}"
 
 
-def reads(address: int, ordinal: int, kind: str, expected: Bytes) -> str:
+def try_read(address: int, ordinal: int, kind: str, expected: Bytes) -> str:
     """Return why one agent cannot read what another one registered at ``address``, or "" if it can.
 
     Raises:
@@ -81,7 +81,7 @@ def probe_first_device() -> str:
         memory, stream = device.allocate(NBYTES, shared=True), device.stream()
         stream.copy(*(np.array([n], np.uint64) for n in (memory.address, expected.ctypes.data, NBYTES)))
         stream.record().wait(time.monotonic() + READ_S)
-        return reads(memory.address, 0, VRAM, expected)
+        return try_read(memory.address, 0, VRAM, expected)
     except Unavailable as error:
         return str(error)
 

@@ -21,12 +21,12 @@ from kvstore.node.operator.page_filter import (
     PageFilter,
     Stored,
     Words,
+    evictable,
     first_of,
     first_words,
-    leaving,
     parents,
     parse_tiers,
-    stored,
+    stored_pages,
 )
 from kvstore.state import events as ev
 from kvstore.state.operator_evict import CHILDREN, UNSAVED
@@ -68,7 +68,7 @@ class PageAdmin:
             raise InvalidRequest("after", f"must be the `next` of another answer (got {after!r})")
         now_ns = time.monotonic_ns()
         page_filter = self._filter(request, "all")
-        pages = stored(self._node, page_filter.tiers, now_ns)
+        pages = stored_pages(self._node, page_filter.tiers, now_ns)
         matching = np.flatnonzero(page_filter.matches(pages, now_ns))
         size = int(pages.page_bytes[matching].sum())
         start, stop = int(after), int(after) + min(limit, PAGES_LIMIT_MAX)
@@ -90,9 +90,9 @@ class PageAdmin:
         if all(condition is None for condition in conditions):
             raise InvalidRequest("evict", "needs at least one of pages, bytes, percent, age_s, salt and keys")
         now_ns = time.monotonic_ns()
-        pages = stored(self._node, page_filter.tiers, now_ns)
+        pages = stored_pages(self._node, page_filter.tiers, now_ns)
         matching = page_filter.matches(pages, now_ns)
-        candidates, stayed = leaving(pages, matching)
+        candidates, stayed = evictable(pages, matching)
         chosen = first_of(pages, candidates, amount, matching)
         if len(chosen) < len(candidates):
             stayed = {}  # the amount was reached without them
@@ -188,7 +188,7 @@ class PageAdmin:
         roots = first_words([root for root, name in named.items() if name.salt == salt])
         if salt:
             return roots
-        pages = stored(self._node, tiers, time.monotonic_ns())
+        pages = stored_pages(self._node, tiers, time.monotonic_ns())
         return np.union1d(roots, np.setdiff1d(pages.root, first_words(list(named))))
 
     def _names(self) -> dict[int, tuple[str, str]]:

@@ -79,7 +79,7 @@ class Stored:
         return self.views[int(self.view[i])].record(int(self.frame[i])).key
 
 
-def stored(node: Node, tiers: tuple[Tier, ...], now_ns: int) -> Stored:
+def stored_pages(node: Node, tiers: tuple[Tier, ...], now_ns: int) -> Stored:
     """Read all sealed pages of these tiers. Pages that change during the call may be missing or out of date."""
     views, leased, pinned_keys = node.look(lambda performer, state: _views(performer, state, tiers))
     pinned = {tier: first_words(keys) for tier, keys in pinned_keys.items()}
@@ -181,7 +181,7 @@ def parents(pages: Stored) -> Ints:
     return parent
 
 
-def leaving(pages: Stored, matching: Mask) -> tuple[Ints, dict[str, int]]:
+def evictable(pages: Stored, matching: Mask) -> tuple[Ints, dict[str, int]]:
     """Return the positions of the matching pages that may leave, in the order of leaving, and the number of matching
     pages that must stay, by reason.
 

@@ -33,7 +33,7 @@ PAUSE_S = 60e-6
 ENTRY_BYTES = KEY_BYTES + ADDRESS_BYTES
 
 
-class Frozen(NamedTuple):
+class NodeCopy(NamedTuple):
     """A node's decisions, records and index as of one moment.
 
     ``entries`` can be read once, soon, and by the thread that called ``freeze``: see ``Index.hold``.
@@ -54,17 +54,17 @@ class _RecordsCopy:
         self._copy: Snapshot | None = None
 
     def copy(self) -> None:
-        """Copy all records, words first, so that ``settled`` notices any record that changes afterwards."""
+        """Copy all records, words first, so that ``refresh`` notices any record that changes afterwards."""
         words = self._words.copy()
         columns = (names_in(self._rows, slice(None), where) for where in self._columns)
         self._copy = Snapshot(self.extent, words, *columns)
 
-    def settled(self) -> Snapshot:
+    def refresh(self) -> Snapshot:
         """Bring the copy up to date and return it. The caller holds the node's mutex."""
         snapshot = self._copy
         if snapshot is None:
             self.copy()
-            return self.settled()
+            return self.refresh()
         words = self._words.copy()
         changed = np.flatnonzero(words != snapshot.words)
         if len(changed):
@@ -88,15 +88,15 @@ def findings(node: Node) -> list[str]:
     raise Unavailable("the index is being rebuilt: try again")
 
 
-def freeze(node: Node) -> Frozen:
+def freeze(node: Node) -> NodeCopy:
     """Copy a node as of one moment."""
     before = node.look(lambda performer, _: {id(table): _RecordsCopy(table) for table in performer.tables.values()})
     for records in before.values():
         records.copy()
-    return node.look(lambda performer, state: _frozen(performer, state, before))
+    return node.look(lambda performer, state: _copy_node(performer, state, before))
 
 
-def _frozen(performer: Performer, state: NodeState, before: dict[int, _RecordsCopy]) -> Frozen:
+def _copy_node(performer: Performer, state: NodeState, before: dict[int, _RecordsCopy]) -> NodeCopy:
     # What ``deepcopy`` finds in ``shared`` by its id, it uses instead of a copy of its own.
     shared: dict[int, Any] = {id(part): part for part in (performer, performer.index, *performer.stores.values())}
     shared |= state.mounts.copies()
@@ -107,12 +107,12 @@ def _frozen(performer: Performer, state: NodeState, before: dict[int, _RecordsCo
     snapshots: dict[Tier, list[Snapshot]] = {tier: [] for tier in state.spaces}
     for table in performer.tables.values():
         records = before.get(id(table)) or _RecordsCopy(table)
-        snapshots[table.tier].append(records.settled())
-    return Frozen(copy.deepcopy(state, shared), snapshots, performer.index.hold())
+        snapshots[table.tier].append(records.refresh())
+    return NodeCopy(copy.deepcopy(state, shared), snapshots, performer.index.hold())
 
 
-def check(frozen: Frozen, is_stopping: Callable[[], bool] = lambda: False) -> list[str]:
-    """Check a frozen node and return one line per broken law.
+def check(node_copy: NodeCopy, is_stopping: Callable[[], bool] = lambda: False) -> list[str]:
+    """Check a copy of a node and return one line per broken law.
 
     Raises:
         IndexDamaged: the index cannot be read.
@@ -120,19 +120,21 @@ def check(frozen: Frozen, is_stopping: Callable[[], bool] = lambda: False) -> li
     """
     # The entries are copied first, to end the transaction soon. As long as it lasts, the index grows with every put,
     # and a full index is rebuilt.
-    copies = {tier: _copied(entries, is_stopping) for tier, entries in frozen.entries.items()}
-    frozen.entries.clear()
+    copies = {tier: _copy_entries(entries, is_stopping) for tier, entries in node_copy.entries.items()}
+    node_copy.entries.clear()
     broken = [
         line
-        for tier in frozen.state.spaces
-        for line in integrity.check(frozen.state, tier, frozen.snapshots[tier], _addresses(copies[tier], is_stopping))
+        for tier in node_copy.state.spaces
+        for line in integrity.check(
+            node_copy.state, tier, node_copy.snapshots[tier], _addresses(copies[tier], is_stopping)
+        )
     ]
-    if Tier.HBM not in frozen.state.spaces:
-        broken += integrity.check_mounts(frozen.state, _addresses(copies.get(Tier.HBM, []), is_stopping))
+    if Tier.HBM not in node_copy.state.spaces:
+        broken += integrity.check_mounts(node_copy.state, _addresses(copies.get(Tier.HBM, []), is_stopping))
     return broken
 
 
-def _copied(entries: Iterator[tuple[bytes, bytes]], is_stopping: Callable[[], bool]) -> list[bytes]:
+def _copy_entries(entries: Iterator[tuple[bytes, bytes]], is_stopping: Callable[[], bool]) -> list[bytes]:
     """Return keys and addresses, joined, ``PAUSE_EVERY`` entries per part. Pauses let other threads run."""
     parts: list[bytes] = []
     while part := b"".join(key + raw for key, raw in islice(entries, PAUSE_EVERY)):
