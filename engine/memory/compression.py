@@ -89,9 +89,9 @@ def lossy_layout(layout: Layout, codec: str) -> Layout:
     """
     kind = _codec(codec)
     if layout.attention == "state":
-        raise _refused("recurrent state would multiply the error of each element; only K and V can be compressed")
+        raise _refusal("recurrent state would multiply the error of each element; only K and V can be compressed")
     if layout.dtype not in EXACT_DTYPES:
-        raise _refused(f"the layout's dtype must be one of {', '.join(EXACT_DTYPES)} (got {layout.dtype})")
+        raise _refusal(f"the layout's dtype must be one of {', '.join(EXACT_DTYPES)} (got {layout.dtype})")
     lossy = replace(
         layout,
         dtype=str(kind),
@@ -102,7 +102,7 @@ def lossy_layout(layout: Layout, codec: str) -> Layout:
         group=f"lossy-{kind}/{layout.dtype}/{layout.group}",
     )
     if lossy.token_bytes >= layout.token_bytes:
-        raise _refused(f"a token of {layout.token_bytes} bytes would not become shorter (got {lossy.token_bytes})")
+        raise _refusal(f"a token of {layout.token_bytes} bytes would not become shorter (got {lossy.token_bytes})")
     return lossy
 
 
@@ -148,7 +148,7 @@ def decode(pages: Any, layout: Layout, codec: str, out: Any = None) -> Any:
 
 def _encode_block(form: _Form, exact: torch.Tensor, lossy: torch.Tensor, values: torch.Tensor) -> None:
     """Encode ``exact [..., bytes]`` into ``lossy [..., bytes]``. ``values [..., elements]``, float32, is scratch."""
-    typed = _viewed(exact, form.dtype)
+    typed = _as_elements(exact, form.dtype)
     values.copy_(exact.contiguous().view(form.dtype) if typed is None else typed)
     for part in form.vectors:
         x, elements, scales = part.of(values, lossy)
@@ -175,7 +175,7 @@ def _decode_block(form: _Form, exact: torch.Tensor, lossy: torch.Tensor, values:
             if not torch.isfinite(scale).all():
                 raise InvalidRequest("pages", "must not contain a scale that is not finite")
             x.clamp_(-top, top)  # because the scale was rounded up, the largest elements may be out of range
-    typed = _viewed(exact, form.dtype)
+    typed = _as_elements(exact, form.dtype)
     if typed is None:
         exact.copy_(values.to(form.dtype).view(torch.uint8))
     else:
@@ -187,7 +187,7 @@ def _round_up(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
 
 
-def _viewed(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+def _as_elements(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return a view of the bytes as elements; None if they are not aligned to elements."""
     size = dtype.itemsize
     if exact.storage_offset() % size or any(stride % size for stride in exact.stride()[:-1]):
@@ -321,10 +321,10 @@ def _codec(codec: str) -> Codec:
     try:
         return Codec(codec)
     except ValueError:
-        raise _refused(f"must be one of {', '.join(Codec)} (got {codec!r})") from None
+        raise _refusal(f"must be one of {', '.join(Codec)} (got {codec!r})") from None
 
 
-def _refused(reason: str) -> InvalidRequest:
+def _refusal(reason: str) -> InvalidRequest:
     return InvalidRequest("compression", reason)
 
 

@@ -82,7 +82,7 @@ def key_runs(
 def keys_to_store(cache: GroupedCache, work: Work, group: int, pages: range) -> list[Keys]:
     """Return the keys of a request's pages in a group, with the retention hints of its caller.
 
-    The list is that of ``GroupedKeys.parts``. ``work.keys`` caches the keys of all full pages so far.
+    The result has the form of ``GroupedKeys.parts``. ``work.keys`` caches the keys of all full pages so far.
     """
     if work.keys is None or work.keys[0] is not cache or work.keys[1].pages(0) < pages.stop:
         count = work.length // work.page_tokens

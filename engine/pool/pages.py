@@ -26,7 +26,7 @@ from kvstore.model.prefix import Keys
 
 
 class PoolIdentity(NamedTuple):
-    """What identifies a page in the pool: the cache to write it to, and the parts of its ``Keys``."""
+    """The identity of a page in the pool: the cache to write it to, and the parts of its ``Keys``."""
 
     cache: PrefixCache
     root: bytes
@@ -127,7 +127,10 @@ class ArenaPages:
             before = link
 
     def _show(self, work: Work, stay: list[int]) -> None:
-        """Show leading pages of a request to other processes: once at its end, because each step would cost time."""
+        """Show leading pages of a request to other processes.
+
+        This is done once, at the end of the request, because doing it in each step would take time.
+        """
         hidden = [index for index, number in enumerate(stay) if not self._placed[number].is_shown]
         if not hidden or work.cache is None or not self._pool.up or self._mounted.why:
             return

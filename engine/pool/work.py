@@ -26,7 +26,7 @@ NAME_BYTES: Final = 32  # equal names mean equal tokens: collisions of a hash of
 
 @dataclass
 class Cost:
-    """What a request has cost so far. ``Work.usage`` makes a ``Usage`` of it."""
+    """The cost of a request so far. ``Work.usage`` makes a ``Usage`` from it."""
 
     cached: dict[str, int] = field(default_factory=dict)
     computed: int = 0

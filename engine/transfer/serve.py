@@ -92,8 +92,8 @@ class Prefills:
     ) -> Generator[Piece, None, None]:
         """Yield the KV from ``token_start`` on, chunk by chunk, and each chunk layer by layer, as it is computed.
 
-        For a layer with a ring of frames, only the KV is sent that is needed to continue after the prompt. If possible,
-        a piece is a view of the frames, so it is valid only until the next piece is requested.
+        For a layer with a ring of frames, it yields only KV that is needed to continue after the prompt. A piece may be
+        a view of the frames, so it is valid only until the next piece is requested.
 
         Args:
             beat: called every ``BEAT_S`` while this waits for a layer.
