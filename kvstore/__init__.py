@@ -59,7 +59,8 @@ __all__ = [
     "open",
 ]
 
-# The module of each name. It is imported when the name is first used, so that `kvstore --help` does not wait for numpy.
+# The module of each name. A module is imported when its name is first used, so that `kvstore --help` does not wait for
+# numpy.
 _MODULES = {
     "GroupedCache": "kvstore.client.grouped_cache",
     "GroupedKeys": "kvstore.model.groups",
@@ -98,10 +99,10 @@ def __getattr__(name: str) -> object:
 def open(
     name: str | None = None, dram: str | int = "512MiB", nvme: str | Sequence[str] = (), **config: object
 ) -> Store:
-    """Start a node inside this process, without a daemon, and return its store. The node ends with the store.
+    """Start a node inside this process, without a daemon, and return its store. Closing the store ends the node.
 
     A store without a name is private: it has its own folder, ``connect`` without an address never chooses it, and its
-    pages in memory are dropped with it. So tests of a program that uses a store can each open one, at the same time.
+    pages in memory are dropped when it is closed. So several tests of a program can each open a store at the same time.
 
     Args:
         name: other processes of this machine may ``connect`` to this name and read, while this process lives. None: a
@@ -122,7 +123,7 @@ def open(
     from kvstore.client.local.node import LocalNode
     from kvstore.client.local.store import LocalStore
     from kvstore.config import node_config
-    from kvstore.node.embedded import open_node  # only here: a client that connects needs no service
+    from kvstore.node.embedded import open_node  # only here: clients of a daemon do not need the node's code
 
     if name is None:
         name = f"embedded-{os.getpid()}-{secrets.token_hex(4)}"

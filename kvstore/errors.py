@@ -5,17 +5,17 @@
     KVStoreError                  the parent of all others
     ├── InvalidRequest            a mistake of the caller; names the field; nothing was changed; do not retry
     ├── Unavailable               the other end cannot answer now; retry later
-    │   ├── NodeUnavailable       there is no such node, or its daemon is down
-    │   ├── DeadlineExceeded      the other end did not answer, or a layer did not arrive, in time
-    │   ├── InternalError         a bug at the other end; its log and its metrics say where
-    │   ├── TooManyCalls          the node serves as many calls as it may; ``retry_after_s`` says when to retry
-    │   └── OutOfSpace            no frame is free, and no page may be evicted
-    │       └── QuotaExceeded     the tenant has all that its quota allows; ``retry_after_s`` says when to retry
+    │   ├── NodeUnavailable       the node does not exist, or its daemon is down
+    │   ├── DeadlineExceeded      the other end did not answer in time, or a layer did not arrive in time
+    │   ├── InternalError         a bug at the other end; its log has the stack
+    │   ├── TooManyCalls          the node has reached its limit of calls; retry after ``retry_after_s``
+    │   └── OutOfSpace            no frame is free, and no page can be evicted
+    │       └── QuotaExceeded     the tenant has reached its quota; retry after ``retry_after_s``
     ├── Unauthenticated           the node does not know this caller, or its identity has expired
-    ├── PermissionDenied          this caller may not do that, or not under that salt
+    ├── PermissionDenied          the caller may not make this call, or not under this salt
     ├── LeaseBroken               a lease was used after its deadline, and its pages changed; discard what was read
     ├── VersionMismatch           client and node have different versions; upgrade one
-    └── NodeBusy                  another daemon has that node name or device
+    └── NodeBusy                  another daemon uses the node name or the device
 
 A miss is a value (a shorter ``Match``), never an exception. Our own bugs are ``AssertionError``.
 """
@@ -45,30 +45,30 @@ class InvalidRequest(KVStoreError, ValueError):
 
 
 class Unavailable(KVStoreError):
-    """The other end cannot answer now. Nothing is known to be lost. Try again later."""
+    """The other end cannot answer now. Retry later."""
 
 
 class NodeUnavailable(Unavailable):
-    """There is no such node, or its daemon is down."""
+    """The node does not exist, or its daemon is down."""
 
 
 class DeadlineExceeded(Unavailable, TimeoutError):
-    """There was no answer within the deadline. A put may have been sealed or not; a later lookup shows it."""
+    """There was no answer within the deadline. A put may or may not have been sealed; a later lookup shows which."""
 
 
 class InternalError(Unavailable):
-    """This request met a bug at the other end, which continues to serve other requests.
+    """This request failed because of a bug at the other end, which continues to serve other requests.
 
-    It is unknown how much of the request was done. The other end's log has the stack, and its metrics count the error.
+    The request may have been done in part. The other end's log has the stack, and its metrics count the error.
     """
 
 
 class TooManyCalls(Unavailable):
-    """The node serves as many calls as it may. Nothing was done.
+    """The node has reached its limit of concurrent calls. Nothing was done.
 
     Attributes:
-        retry_after_s: try again after this time.
-        kind: the resource that was used up, for the node's own metrics. Clients do not receive it.
+        retry_after_s: seconds after which to retry.
+        kind: the limit that was reached, for the node's own metrics. Clients do not receive it.
     """
 
     def __init__(self, reason: str, retry_after_s: float = 0.1, kind: str = "other") -> None:
@@ -78,22 +78,22 @@ class TooManyCalls(Unavailable):
 
 
 class OutOfSpace(Unavailable):
-    """No frame could be granted: all are leased or reserved, or hold ancestors of the new pages."""
+    """No frame could be granted: all frames are leased or reserved, or contain ancestors of the new pages."""
 
 
 class Unauthenticated(KVStoreError):
-    """The node does not know this caller: no token or certificate, a wrong one, or an expired one. Nothing was done."""
+    """The node does not accept the caller's token or certificate: it is missing, wrong or expired. Nothing was done."""
 
 
 class PermissionDenied(KVStoreError):
-    """This caller may not do that: only operators may, or the salt is another tenant's. Nothing was done."""
+    """The caller may not make this call: only operators may, or the salt is another tenant's. Nothing was done."""
 
 
 class QuotaExceeded(OutOfSpace):
-    """Nothing was stored: the tenant has all that its quota allows, in pages that cannot be evicted now.
+    """The tenant has reached its quota with pages that cannot be evicted now. Nothing was stored.
 
     Attributes:
-        retry_after_s: a hint when to try again.
+        retry_after_s: a hint, in seconds, when to retry.
     """
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
@@ -102,7 +102,7 @@ class QuotaExceeded(OutOfSpace):
 
 
 class LeaseBroken(KVStoreError):
-    """A lease was used after its deadline, and its pages changed. Bytes read through its views must be discarded."""
+    """A lease was used after its deadline, and its pages have changed. Discard all bytes that were read through it."""
 
 
 class VersionMismatch(KVStoreError):
@@ -110,4 +110,4 @@ class VersionMismatch(KVStoreError):
 
 
 class NodeBusy(KVStoreError):
-    """Another daemon has that node name or device."""
+    """Another daemon uses the node name or the device."""

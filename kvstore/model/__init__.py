@@ -1,1 +1,2 @@
-"""Nouns, without I/O: the shape of a page (layout), its key (prefix), and its place (replica)."""
+"""The nouns of the store, without I/O: the shape of a page (layout), its key (prefix), its place (replica), and so
+on."""

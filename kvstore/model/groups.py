@@ -1,4 +1,4 @@
-"""Groups: models with several cache groups, and the pages that each group needs to continue a prompt.
+"""Groups: the cache groups of a model, and the pages that each group needs to continue a prompt.
 
 A *boundary* is a number of tokens after which a stored prompt can be continued. It is a multiple of every group's
 ``page_tokens``. The pages that a group needs depend on its kind of attention. Worked example with pages of 16 tokens
@@ -10,8 +10,9 @@ and the boundary 96::
     state                                   x | continues from the state after token 95
 
 Pages of a full group form a chain: a page is useful only together with all pages before it. Pages of window and state
-groups are useful without the pages before them, so each is a chain of one page. Its key, its record and every read
-still cover the whole prompt: a digest of all earlier tokens is in the place of the media digests (``Keys.extras``).
+groups are useful without the pages before them, so each of these pages is a chain of its own. Its key, its record and
+every read still depend on the whole prompt, because a digest of all earlier tokens takes the place of the media digest
+(``Keys.extras``).
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ GROUPS_MAX = 64
 
 
 class Lack(NamedTuple):
-    """The page that the next longer boundary needs and that its group does not have."""
+    """The missing page that keeps a match from reaching the next longer boundary."""
 
     group: int
     page: int
 
 
 def is_chained(layout: Layout) -> bool:
-    """Whether a page of this group is useful only together with all pages before it."""
+    """Return True if a page of this group is useful only together with all pages before it."""
     return layout.attention == "full"
 
 
 def pages_needed(layout: Layout, boundary: int) -> range:
-    """The pages that are needed to continue after ``boundary`` tokens, a multiple of ``page_tokens``."""
+    """Return the pages that are needed to continue after ``boundary`` tokens, a multiple of ``page_tokens``."""
     stop = boundary // layout.page_tokens
     if layout.attention == "state":
         return range(max(0, stop - 1), stop)
@@ -51,22 +52,22 @@ def pages_needed(layout: Layout, boundary: int) -> range:
 
 
 def boundary_tokens(layouts: Sequence[Layout]) -> int:
-    """Boundaries are multiples of this."""
+    """Return the number of tokens of which every boundary is a multiple."""
     return lcm(*(layout.page_tokens for layout in layouts))
 
 
 def longest_boundary(
     layouts: Sequence[Layout], leading: Sequence[int], limit: int, has: Callable[[int, int], bool]
 ) -> tuple[int, Lack | None]:
-    """Return the longest boundary of at most ``limit`` tokens whose pages are all stored, and the page that a longer
-    one lacks.
+    """Return the longest boundary of at most ``limit`` tokens whose pages are all stored, and the missing page of the
+    next longer one.
 
-    The search goes from the longest boundary down. When a boundary lacks a page, the next one to try ends before that
-    page. ``has`` is called once per page at most.
+    The search begins with the longest boundary. If a page is missing, it continues with the longest boundary that does
+    not need that page. ``has`` is called at most once per page.
 
     Args:
-        leading: how many leading pages each chained group has; ignored for the other groups.
-        has: whether a group that is not chained has a page.
+        leading: number of leading pages that each chained group has; ignored for other groups.
+        has: returns True if a group that is not chained has a page.
     """
     step, lack = boundary_tokens(layouts), None
     boundary = limit // step * step
@@ -83,7 +84,8 @@ def longest_boundary(
 def _missing(
     layouts: Sequence[Layout], leading: Sequence[int], boundary: int, has: Callable[[int, int], bool], stored: set[Lack]
 ) -> Lack | None:
-    """A page that this boundary needs and that is not stored, or None. ``stored`` remembers positive answers."""
+    """Return a page that this boundary needs and that is not stored; None if all are. Stored pages are added to
+    ``stored``."""
     for group, layout in enumerate(layouts):
         needed = pages_needed(layout, boundary)
         if is_chained(layout):
@@ -127,7 +129,7 @@ class SinglePages:
         return len(self._before)
 
     def page(self, page: int) -> Keys:
-        """The key of one page, as a chain of its own."""
+        """Return the key of one page, as a chain of its own."""
         start = page * self._page_tokens
         extra = self._before[page] + (self._media[page] if self._media is not None else b"")
         tokens = self._tokens[start : start + self._page_tokens]
@@ -135,11 +137,11 @@ class SinglePages:
 
 
 class GroupedKeys:
-    """Keys of the full pages of a prompt in every group. Immutable; ``GroupedCache.keys`` makes them, and several calls
-    can use them.
+    """Keys of the full pages of a prompt in every group. Immutable. ``GroupedCache.keys`` makes them; several calls can
+    use them.
 
     Attributes:
-        tokens: how many tokens the keys cover.
+        tokens: number of tokens that the keys cover.
         layouts: the layout of each group.
         roots: the root of each group's chains.
     """
@@ -155,20 +157,21 @@ class GroupedKeys:
         self._groups = tuple(groups)
 
     def upto(self, tokens: int) -> GroupedKeys:
-        """The keys of the first ``tokens`` tokens, or of all if these keys name fewer."""
+        """Return the keys of the first ``tokens`` tokens; all keys if they cover fewer tokens."""
         return GroupedKeys(min(tokens, self.tokens), self.layouts, self.roots, self._groups)
 
     def pages(self, group: int) -> int:
-        """How many full pages of this group the keys cover."""
+        """Return the number of full pages that the keys cover in this group."""
         return self.tokens // self.layouts[group].page_tokens
 
     def needed(self, tokens: int) -> tuple[range, ...]:
-        """The pages of each group that are needed to continue after ``tokens`` tokens, a boundary."""
+        """Return the pages of each group that are needed to continue after ``tokens`` tokens, which must be a
+        boundary."""
         return tuple(pages_needed(layout, tokens) for layout in self.layouts)
 
     def parts(self, group: int, pages: range) -> list[Keys]:
-        """Keys of these pages, as the methods of ``GroupedCache.groups[group]`` take them: one ``Keys`` for a full
-        group, one per page for the others."""
+        """Return keys of these pages for the methods of ``GroupedCache.groups[group]``: one ``Keys`` for a full group,
+        one per page for other groups."""
         if pages and not 0 <= pages[0] <= pages[-1] < self.pages(group):
             raise InvalidRequest("pages", f"must be in 0..{self.pages(group) - 1} (got {pages})")
         keys = self._groups[group]

@@ -25,7 +25,7 @@ DTYPE_BYTES = {
     "uint8": 1,
 }
 ATTENTION_KINDS = ("full", "window", "state")
-# Larger than any published model needs. A mistyped number is refused and does not ask for a huge page.
+# Limits above any published model. They refuse a mistyped number before it results in a huge page.
 PAGE_TOKENS_MAX = 4096
 LAYERS_MAX = 1024
 PAGE_BYTES_MAX = 1 << 30
@@ -37,7 +37,7 @@ class Layout:
 
     GQA and MHA: ``kv_heads`` and ``head_dim``; the content of a token is K and V packed, ``2 * head_dim`` elements.
     MLA: ``mla_latent`` and ``mla_rope`` elements per token (DeepSeek-V2, section 2.1.2: the compressed latent and
-    the decoupled RoPE key), with ``kv_heads=1`` and ``head_dim=0``; the one head is replicated over TP ranks.
+    the decoupled RoPE key), with ``kv_heads=1`` and ``head_dim=0``; all TP ranks have a copy of the one head.
     Sliding windows: ``attention="window"``; a token attends to the last ``window`` tokens, including itself. States
     (Mamba and the like): ``attention="state"``; a page holds, for each head, ``2 * head_dim`` elements of the state
     after its last token. A layout of any other shape states its size in bytes, with ``dtype="uint8"``. ``group``
@@ -81,7 +81,7 @@ class Layout:
             _require(self.head_dim == 0, "layout.head_dim", "must be 0 with mla_latent: MLA stores no K and V heads")
             _require(self.kv_heads == 1, "layout.kv_heads", "must be 1 with mla_latent: MLA has one latent head")
         else:
-            _require(self.head_dim > 0, "layout.head_dim", "must be positive (or give mla_latent)")
+            _require(self.head_dim > 0, "layout.head_dim", "must be positive without mla_latent")
             _require(self.mla_rope == 0, "layout.mla_rope", "needs mla_latent")
         _require(
             (self.attention == "window") == (self.window > 0),
@@ -91,7 +91,7 @@ class Layout:
         _require(
             self.page_bytes <= PAGE_BYTES_MAX,
             "layout.page_tokens",
-            f"makes pages larger than {PAGE_BYTES_MAX} bytes (got {self.page_bytes})",
+            f"must give pages of at most {PAGE_BYTES_MAX} bytes (got {self.page_bytes})",
         )
 
     @cached_property
@@ -102,7 +102,7 @@ class Layout:
 
     @property
     def _entries(self) -> int:
-        """How many times a page holds the content of a token for one head: once per token, or once for a state."""
+        """The number of entries per head and layer of a page: one per token, or a single one for a state."""
         return 1 if self.attention == "state" else self.page_tokens
 
     @cached_property
@@ -151,23 +151,25 @@ class Layout:
 
     def held_heads(self, rank: int, ranks: int) -> tuple[int, int]:
         """Return the heads ``[start, stop)`` that shard ``rank`` of ``ranks`` uses. With fewer heads than ranks (MLA,
-        or TP > kv_heads), several ranks hold each head.
+        or TP > kv_heads), several ranks use each head.
 
         Raises:
-            InvalidRequest: rank is not below ranks, or heads do not divide evenly over ranks (or ranks over heads).
+            InvalidRequest: ``rank`` is not below ``ranks``, or neither of ``ranks`` and heads divides the other.
         """
         _require(0 <= rank < ranks, "rank", f"must be in 0..{ranks - 1} (got {rank})")
         if ranks <= self.kv_heads:
-            _require(self.kv_heads % ranks == 0, "ranks", f"{self.kv_heads} kv_heads do not divide over {ranks} ranks")
+            _require(self.kv_heads % ranks == 0, "ranks", f"must divide the {self.kv_heads} kv_heads (got {ranks})")
             share = self.kv_heads // ranks
             return rank * share, (rank + 1) * share
-        _require(ranks % self.kv_heads == 0, "ranks", f"{ranks} ranks do not divide over {self.kv_heads} kv_heads")
+        _require(
+            ranks % self.kv_heads == 0, "ranks", f"must be a multiple of the {self.kv_heads} kv_heads (got {ranks})"
+        )
         head = rank // (ranks // self.kv_heads)
         return head, head + 1
 
     def shard_heads(self, rank: int, ranks: int) -> tuple[int, int] | None:
         """Return the heads ``[start, stop)`` that shard ``rank`` of ``ranks`` writes, or None if it writes nothing.
-        Only the lowest rank that holds a head writes it.
+        Only the lowest rank that uses a head writes it.
 
         Raises:
             InvalidRequest: as ``held_heads``.
@@ -176,11 +178,11 @@ class Layout:
         return heads if ranks <= self.kv_heads or rank % (ranks // self.kv_heads) == 0 else None
 
     def shard_layers(self, stage: int, stages: int) -> tuple[int, int]:
-        """Return the layers ``[start, stop)`` of pipeline stage ``stage`` of ``stages``. If they do not divide evenly,
-        the first stages have one more.
+        """Return the layers ``[start, stop)`` of pipeline stage ``stage`` of ``stages``. If the layers do not divide
+        evenly, the first stages have one more.
 
         Raises:
-            InvalidRequest: stage is not below stages, or there are more stages than layers.
+            InvalidRequest: ``stage`` is not below ``stages``, or there are more stages than layers.
         """
         _require(0 <= stage < stages, "stage", f"must be in 0..{stages - 1} (got {stage})")
         _require(stages <= self.layers, "stages", f"must be at most {self.layers}, the number of layers (got {stages})")

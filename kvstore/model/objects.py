@@ -1,13 +1,13 @@
 """Opaque objects: values under string keys, as chains of pages in frame classes of their own.
 
-A value that fits in one page is stored as one page, the *head*. A larger value is a chain: first *pieces*, which are
-full pages of data, and last the head with the rest of the data. So the head is sealed last and evicted first. The
-head's key depends on salt and string only. The pieces' keys also depend on a random nonce. The record of every page has
-these fields in place of token ids::
+A value that fits into one page is stored as one page, the *head*. A larger value is a chain: first *pieces*, which are
+full pages of data, and last the head with the rest of the data. So the head is sealed last and evicted first. The key
+of the head depends only on the salt and the string. The keys of the pieces also depend on a random nonce. The record of
+every page has these fields in place of token ids::
 
     mark u32 | key bytes u32 | value bytes u64 | pieces u32 | number u32 (0: the head) | the string, padded with zeros
 
-Its extra is 8 bytes that say whether the page is a head or a piece, and the nonce. Worked example: 600 KiB under
+Its extra is 8 bytes that distinguish heads from pieces, and the nonce. Worked example: 600 KiB under
 "weights/3" become two pieces of 256 KiB and a head with 88 KiB, in three frames of 256 KiB. A reader of the head can
 compute the keys of both pieces.
 """
@@ -30,7 +30,7 @@ from kvstore.model.replica import EXTRA, IDENTITY_HEAD_BYTES, KEY_BYTES, ROOT, F
 
 KEY_BYTES_MAX = 1000
 PAGE_SIZES = (4096, 16384, 65536, 262144, 1048576)
-WIDTHS = (32, 256)  # words of a record for the fields above: for short strings, and for up to KEY_BYTES_MAX
+WIDTHS = (32, 256)  # words of these fields in a record: for short strings, and for up to KEY_BYTES_MAX
 HEAD_TAG, PIECE_TAG = b"kvobject", b"kvpieces"
 OBJECTS_MODEL = "kvstore.objects"  # ``Layout.model`` of all objects
 NONCE_BYTES = 8
@@ -40,23 +40,25 @@ assert _ABOUT.size + KEY_BYTES_MAX == 4 * WIDTHS[1]
 
 
 def key_hash(root: bytes, name: bytes) -> bytes:
-    """The key of a head, 16 bytes. Tests replace this function to show that equal keys of two strings are a miss."""
+    """Return the 16-byte key of a head. Tests replace this function to show that equal keys of two strings are a
+    miss."""
     return hashlib.blake2b(root + name, digest_size=KEY_BYTES, person=b"kvstore.object").digest()
 
 
 @lru_cache(maxsize=1024)
 def object_root(salt: str) -> bytes:
-    """The root of all objects of a salt, 16 bytes."""
+    """Return the 16-byte root of all objects of a salt."""
     return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"kvstore.objects").digest()
 
 
 def encode_name(key: object) -> bytes:
-    """A caller's key as bytes. Raises InvalidRequest if it is not text, is empty, is too long, or is not UTF-8."""
+    """Return a caller's key as bytes. Raises InvalidRequest if it is not text, is empty or too long, or is not
+    UTF-8."""
     return _encoded("key", key, 1)
 
 
 def encode_prefix(prefix: object) -> bytes:
-    """A prefix of keys as bytes; "" is a prefix of all. Raises InvalidRequest as ``encode_name`` does."""
+    """Return a prefix of keys as bytes; "" is a prefix of all keys. Raises as ``encode_name``."""
     return _encoded("prefix", prefix, 0)
 
 
@@ -68,7 +70,7 @@ def _encoded(field: str, text: object, bytes_min: int) -> bytes:
     except UnicodeEncodeError as error:
         raise InvalidRequest(field, f"is not valid text ({error.reason})") from None
     if not bytes_min <= len(name) <= KEY_BYTES_MAX:
-        raise InvalidRequest(field, f"has {len(name)} bytes as UTF-8, not {bytes_min}..{KEY_BYTES_MAX}")
+        raise InvalidRequest(field, f"must have {bytes_min} to {KEY_BYTES_MAX} bytes as UTF-8 (got {len(name)})")
     return name
 
 
@@ -77,7 +79,7 @@ def _sized(name: bytes) -> bool:
 
 
 def encode_names(keys: Sequence[object]) -> list[bytes]:
-    """``encode_name`` of each."""
+    """Return every key as bytes. Raises as ``encode_name``."""
     try:
         names = [key.encode() for key in keys if type(key) is str]
     except UnicodeEncodeError:
@@ -88,13 +90,13 @@ def encode_names(keys: Sequence[object]) -> list[bytes]:
 
 
 def is_object_class(frame_class: FrameClass) -> bool:
-    """Whether frames of this class hold objects (or pages of a layout of the same geometry)."""
+    """Return True if frames of this class are for objects, or for pages of a layout with the same geometry."""
     return frame_class.layers == 1 and frame_class.page_tokens in WIDTHS and frame_class.page_bytes in PAGE_SIZES
 
 
 @lru_cache(maxsize=64)
 def object_layout(page_bytes: int, width: int) -> Layout:
-    """The layout of the pages of one class of objects."""
+    """Return the layout of the pages of one class of objects."""
     head_dim = page_bytes // (2 * width)
     return Layout(model=OBJECTS_MODEL, layers=1, head_dim=head_dim, dtype="uint8", page_tokens=width)
 
@@ -115,12 +117,12 @@ def _class_of(width: int, value_bytes: int, page_bytes_max: int) -> FrameClass:
 
 
 def pieces_of(value_bytes: int, page_bytes: int) -> int:
-    """How many pages come before the head. The head has at least one byte, unless the value is empty."""
+    """Return the number of pieces before the head. The head has at least one byte, unless the value is empty."""
     return max(0, value_bytes - 1) // page_bytes
 
 
 class About(NamedTuple):
-    """What an object's head says about the object."""
+    """The facts about an object in the record of its head."""
 
     name: bytes
     value_bytes: int
@@ -128,11 +130,11 @@ class About(NamedTuple):
     nonce: bytes
 
     def is_whole(self, page_bytes: int) -> bool:
-        """Whether ``pieces`` fits ``value_bytes``. In a damaged record it may not."""
+        """Return True if ``pieces`` fits ``value_bytes``, as in every undamaged record."""
         return self.pieces == pieces_of(self.value_bytes, page_bytes)
 
     def words(self, number: int, width: int) -> bytes:
-        """The bytes that are in place of token ids. ``number`` counts the pieces from 1; the head is 0."""
+        """Return the bytes in place of token ids. Pieces are numbered from 1; the head has number 0."""
         about = _ABOUT.pack(_MARK, len(self.name), self.value_bytes, self.pieces, number)
         return (about + self.name).ljust(4 * width, b"\0")
 
@@ -141,7 +143,7 @@ class About(NamedTuple):
         return key + root + HEAD_TAG + self.nonce + self.words(0, width)
 
     def piece_keys(self, root: bytes, width: int) -> Keys:
-        """Keys of the pieces, in order."""
+        """Return the keys of the pieces, in order."""
         words = [self.words(number, width) for number in range(1, self.pieces + 1)]
         hashes = [
             hashlib.blake2b(root + self.nonce + part, digest_size=KEY_BYTES, person=b"kvstore.piece").digest()
@@ -151,7 +153,7 @@ class About(NamedTuple):
         return Keys(width, root, root, hashes, tokens, [PIECE_TAG + self.nonce] * self.pieces, tag=None)
 
     def head_keys(self, root: bytes, width: int) -> Keys:
-        """The head's key as a chain of its own, so that it can be read like any page."""
+        """Return the head's key as a chain of its own, so that the head can be read like any page."""
         tokens = np.frombuffer(self.words(0, width), np.uint32)
         return Keys(width, root, root, [key_hash(root, self.name)], tokens, [HEAD_TAG + self.nonce], tag=None)
 
@@ -192,12 +194,12 @@ class HeadRows:
             self.pieces.append(pieces)
 
     def key(self, row: int) -> bytes:
-        """The page key in this row."""
+        """Return the page key in this row."""
         at = row * self._width
         return self._rows[at : at + KEY_BYTES]
 
     def name(self, row: int) -> bytes:
-        """The caller's key; empty if the row is not a head of the root."""
+        """Return the caller's key; empty if the row is not a head of the root."""
         at, size = row * self._width, self._names[row]
         if self._rows[at + KEY_BYTES : at + KEY_BYTES + len(self._prefix)] != self._prefix:
             return b""
@@ -205,6 +207,6 @@ class HeadRows:
         return self._rows[at : at + size] if size <= self._width - IDENTITY_HEAD_BYTES - _ABOUT.size else b""
 
     def nonce(self, row: int) -> bytes:
-        """The nonce, from which the keys of the pieces are made."""
+        """Return the nonce, from which the keys of the pieces are computed."""
         at = row * self._width + EXTRA.start + len(HEAD_TAG)
         return self._rows[at : at + NONCE_BYTES]

@@ -5,22 +5,23 @@ root, a hash of layout fingerprint, tenant salt and adapter. A link therefore na
 under two layouts, salts or adapters have no link in common.
 
 **Keys.** xxh3 is fast, but an attacker can find tokens for a given hash. So only the first half of a page's key comes
-from its link. The other half is the *tag* of its root: 8 bytes of BLAKE2b, keyed with a secret of the pool. Tokens do
-not change the tag. A client without the secret cannot find out which roots have equal tags. Pages of two roots
-therefore never share a key::
+from its link. The other half is the *tag* of its root: 8 bytes of BLAKE2b, keyed with a secret of the pool. The tag
+does not depend on tokens, and a client without the secret cannot find two roots with equal tags. So a client cannot
+choose tokens of one root that collide with keys of another root::
 
     link    9f8e7d6c5b4a3928 1706f5e4d3c2b1a0      any client that knows salt, layout and tokens can compute it
     tag                      5d0c77e1a9b3f264      hash of (secret, root)
     key     9f8e7d6c5b4a3928 5d0c77e1a9b3f264      stored in the index, in records and in NVMe headers
 
-Two prompts of one root can still be made to share a key. So every hit is proven: root, token ids and media digests are
-compared with the stored ones (``Keys.identity_bytes``). Roots and media digests are BLAKE2b and cannot be forged.
+A client can still choose two prompts of the same root that share a key. So every hit is proven: its root, token ids and
+media digests are compared with the stored ones (``Keys.identity_bytes``). Roots and media digests are BLAKE2b hashes
+and cannot be forged.
 
 **Spans.** A span is a run of consecutive pages of one chain, the unit in which the directory of a cluster is divided.
-Spans start at pages 0, 1, 2, 4, 8, 16, 32, and then every 32. They are short at the front, where many prompts share
-pages: one long first span would give the pages that all prompts share to a single owner. A span is named by the
-fingerprint of its first page. Each page of an opaque object is a span of its own, because a reader of the object knows
-only the key of the head.
+Spans start at pages 0, 1, 2, 4, 8, 16, 32, and then every 32. The first spans are short, because many prompts share
+their first pages, and one long span would assign all of these to a single owner. The name of a span is the fingerprint
+of its first page. Each page of an opaque object is a span of its own, because a reader of the object has only the key
+of the head.
 """
 
 from __future__ import annotations
@@ -43,28 +44,28 @@ from kvstore.model.replica import KEY_BYTES, POSITION_MAX
 
 SECRET_BYTES: Final = 16
 TAG_BYTES: Final = 8
-ARRAY_PAGES: Final = 128  # for this many pages or more, an array is faster
+ARRAY_PAGES: Final = 128  # from this number of pages on, an array is faster
 
 
 @lru_cache(maxsize=4096)
 def tag_of(secret: bytes, root: bytes) -> bytes:
-    """The last 8 bytes of the keys of all pages of ``root``."""
+    """Return the last 8 bytes of the keys of all pages of ``root``."""
     return hashlib.blake2b(root, key=secret, digest_size=TAG_BYTES, person=b"kvstore.tag").digest()
 
 
 @lru_cache(maxsize=4096)
 def veil_of(secret: bytes, root: bytes) -> int:
-    """The number that the directory of a pool mixes (xor) into the fingerprints of a root's pages.
+    """Return the number that the directory of a pool mixes (xor) into the fingerprints of a root's pages.
 
-    Owners of the directory use the root that the caller names and may read. Only nodes know ``secret``, so a caller
-    cannot find pages of one root by asking under another root: the two veils differ.
+    Owners of the directory use the veil of the root that a caller names and may read. Only nodes have ``secret``, and
+    the veils of two roots differ. So a caller cannot find pages of one root with a request for another root.
     """
     digest = hashlib.blake2b(root, key=secret, digest_size=8, person=b"kvstore.veil").digest()
     return int.from_bytes(digest, "little")
 
 
 def tagged(links: list[bytes], tag: bytes) -> list[bytes]:
-    """The keys of pages with these links under ``tag``. Keys that already have the tag do not change."""
+    """Return the keys of pages with these links under ``tag``. Keys that already have the tag do not change."""
     if len(links) < ARRAY_PAGES:
         return [link[:-TAG_BYTES] + tag for link in links]
     keys = np.frombuffer(bytearray().join(links), np.uint64).reshape(-1, 2)
@@ -103,7 +104,7 @@ def as_tokens(tokens: Any) -> Tokens:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high > TOKEN_ID_MAX:
             bad = low if low < 0 else high
-            raise InvalidRequest("tokens", f"id {bad} is not in 0..{TOKEN_ID_MAX}")
+            raise InvalidRequest("tokens", f"must be ids in 0..{TOKEN_ID_MAX} (got {bad})")
     return np.ascontiguousarray(tokens, dtype="<u4")
 
 
@@ -122,12 +123,12 @@ def _from_sequence(tokens: Any) -> npt.NDArray[Any]:
 
 
 def root_key(layout: Layout, salt: str = "", adapter: str = "") -> bytes:
-    """The 16 bytes that begin every chain of this layout, tenant salt and adapter."""
+    """Return the 16-byte root of all chains of this layout, tenant salt and adapter."""
     return root_of(layout.fingerprint, salt, adapter)
 
 
 def root_of(fingerprint: bytes, salt: str, adapter: str) -> bytes:
-    """``root_key`` for the fingerprint of a layout."""
+    """Return the root as ``root_key`` does, from the fingerprint of a layout."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvstore.root")
     for part in (fingerprint, salt.encode(), adapter.encode()):
         digest.update(len(part).to_bytes(4, "little"))  # the length makes ("a", "bc") and ("ab", "c") differ
@@ -136,7 +137,7 @@ def root_of(fingerprint: bytes, salt: str, adapter: str) -> bytes:
 
 
 def extra_digest(extra: bytes) -> bytes:
-    """16 bytes that are stored with a page: a digest of the images and other media in it, zeros if it has none."""
+    """Return the 16 bytes that are stored with a page: a digest of the media inside it, zeros if it has none."""
     return hashlib.blake2b(extra, digest_size=16, person=b"kvstore.extra").digest() if extra else NO_EXTRA
 
 
@@ -148,22 +149,23 @@ def check_extras(extras: Sequence[bytes], pages: int) -> None:
 
 
 class Keys:
-    """Keys of consecutive full pages of one chain, with the token ids that prove a hit. Immutable; slices share.
+    """Keys of consecutive full pages of one chain, with the token ids that prove a hit. Immutable.
 
-    ``len(keys)`` counts the pages, ``keys[2:5]`` are pages 2 to 4, ``list(keys)`` has the 16-byte keys. The object
-    refers to the caller's token array, which must not change afterwards.
+    ``len(keys)`` is the number of pages, ``keys[2:5]`` are pages 2 to 4, and ``list(keys)`` has the 16-byte keys.
+    Slices share the caller's token array, which must not change afterwards.
 
     Attributes:
         hashes: the key of each page, with ``tag``.
         links: the link of each page, without a tag. Links are equal in all pools, and are sent over gRPC.
         parent: the key of the page before the first one; the root if the first one is page 0.
-        before: the link of that page; the root likewise.
-        tag: of the pool that the keys are for; empty for none. A cache replaces it by its own. None: the keys are not
-            hashes of tokens, and cannot have a tag.
+        before: the link of the page before the first one; the root if the first one is page 0.
+        tag: the tag of the root in the keys' pool; empty for no pool. A cache replaces the tag by its own. None: the
+        keys
+            are not hashes of tokens, and cannot have a tag.
         extras: a media digest per page, or None.
         media: the bytes that ``extras`` are digests of, as the caller passed them.
-        hints: for a put, a byte per page that says how long it is worth keeping (``retention``); or empty.
-        chain: all links of the chain, and the index of this object's first page in them; None if they are not known.
+        hints: for a put, the retention hint of each page, one byte per page (``retention``); or empty.
+        chain: all links of the chain, and the position of this object's first page; None if they are not known.
     """
 
     __slots__ = (
@@ -201,11 +203,11 @@ class Keys:
     def of(
         cls, tokens: Tokens, page_tokens: int, root: bytes, extras: Sequence[bytes] | None = None, tag: bytes = b""
     ) -> Keys:
-        """Make the keys of the full pages of ``tokens`` ``[n]`` uint32. ``extras`` has a bytes value per page, or is
-        None.
+        """Return the keys of the full pages of ``tokens`` ``[n]`` uint32. ``extras`` is None, or has a bytes value per
+        page.
 
         Raises:
-            InvalidRequest: extras do not fit the pages.
+            InvalidRequest: ``extras`` does not have one bytes value per page.
         """
         pages = len(tokens) // page_tokens
         page_ids = tokens[: pages * page_tokens]
@@ -227,13 +229,13 @@ class Keys:
         return cls(page_tokens, root, root, hashes, page_ids, digests, extras, tag)
 
     def with_tag(self, tag: bytes) -> Keys:
-        """The keys of the same pages in a pool where their root has this tag."""
+        """Return the keys of the same pages in a pool where their root has this tag."""
         if tag == self.tag or self.tag is None:
             return self
         return self._as(tag, self.hints)
 
     def hinted(self, hints: bytes) -> Keys:
-        """These keys with ``hints``; unchanged if ``hints`` is empty."""
+        """Return these keys with ``hints``; unchanged if ``hints`` is empty."""
         return self._as(self.tag, hints) if hints else self
 
     def _as(self, tag: bytes | None, hints: bytes) -> Keys:
@@ -248,10 +250,10 @@ class Keys:
 
     def __getitem__(self, pages: slice) -> Keys:
         if not isinstance(pages, slice):
-            raise TypeError("keys take slices; a single key is keys.hashes[i]")
+            raise TypeError("keys: must be sliced; keys.hashes[i] is a single key")
         start, stop, step = pages.indices(len(self.hashes))
         if step != 1:
-            raise InvalidRequest("keys", "a slice of keys has step 1")
+            raise InvalidRequest("keys", f"must be sliced with step 1 (got {step})")
         stop = max(start, stop)
         before = self.links[start - 1] if start else self.before
         tokens = self.tokens[start * self.page_tokens : stop * self.page_tokens]
@@ -263,15 +265,15 @@ class Keys:
 
     @property
     def above(self) -> list[bytes] | None:
-        """The keys of the pages before the first one, from the root on. None if they are not known."""
+        """The keys of the pages before the first one, beginning with page 0. None if they are not known."""
         if self.chain is None:
             return None
         links = self.chain[0][: self.chain[1]]
         return tagged(links, self.tag) if self.tag else links
 
     def roots_and_extras(self, start: int, stop: int) -> bytes:
-        """Root and extra of pages ``start`` to ``stop``, 32 bytes each: the part of an identity row between key and
-        tokens."""
+        """Return root and extra of pages ``start`` to ``stop``, 32 bytes each: the part of an identity row between key
+        and tokens."""
         if self.extras is None:
             return (self.root + NO_EXTRA) * (stop - start)
         return b"".join([self.root + extra for extra in self.extras[start:stop]])
@@ -298,12 +300,13 @@ Fingerprints = npt.NDArray[np.uint64]
 
 
 def starts_span(position: int) -> bool:
-    """Whether a page at this position of its chain begins a span. The last span, at ``POSITION_MAX``, has no end."""
+    """Return True if a page at this position of its chain begins a span. The last span, before ``POSITION_MAX``, has no
+    end."""
     return position < POSITION_MAX and (position % SPAN_PAGES == 0 or position & (position - 1) == 0)
 
 
 def span_start(position: int) -> int:
-    """The first page of the span that contains this page of a chain."""
+    """Return the first page of the span that contains this page of a chain."""
     if position < SPAN_PAGES:
         return 0 if position == 0 else 1 << (position.bit_length() - 1)
     position = min(position, POSITION_MAX)
@@ -311,21 +314,21 @@ def span_start(position: int) -> int:
 
 
 def fingerprint(key: bytes) -> int:
-    """The first 8 bytes of a key, which is all that the directory stores of it."""
+    """Return the first 8 bytes of a key, the only part that the directory stores."""
     return int.from_bytes(key[:FINGERPRINT_BYTES], "little")
 
 
 def fingerprints(keys: bytes) -> Fingerprints:
-    """The fingerprints of many keys. ``keys`` has them end to end."""
+    """Return the fingerprints of many keys. ``keys`` is their concatenation."""
     return np.frombuffer(keys, "<u8").reshape(-1, KEY_BYTES // FINGERPRINT_BYTES)[:, 0].astype(np.uint64)
 
 
 def spans_of(keys: list[bytes], position: int, before: int) -> list[int]:
-    """The name of each page's span. The pages are consecutive in a chain.
+    """Return the name of each page's span. The pages must be consecutive in a chain.
 
     Args:
         position: the first page's position in its chain.
-        before: the name of the span of the page before it. Ignored where ``position`` is 0.
+        before: the name of the span of the page before the first one. Ignored if ``position`` is 0.
     """
     spans: list[int] = []
     for at, key in enumerate(keys, position):
@@ -340,7 +343,7 @@ class SpanRange:
     """The spans that a range of pages of a chain touches, in order.
 
     Attributes:
-        starts: the first page of each span, which names it. The first span may begin before the range.
+        starts: the first page of each span, which gives its name. The first span may begin before the range.
         firsts, lasts: the first and the last page of the range in each span.
     """
 
@@ -356,14 +359,14 @@ class SpanRange:
         return len(self.starts)
 
     def named(self, keys: list[bytes]) -> tuple[Fingerprints, Fingerprints]:
-        """Return the names of the spans, and the fingerprints of ``lasts``. ``keys`` are those of the whole chain."""
+        """Return the names of the spans, and the fingerprints of ``lasts``. ``keys`` has the whole chain."""
         both = fingerprints(b"".join(self._names_and_lasts(keys)))
         return both[: len(self)], both[len(self) :]
 
 
 @lru_cache(maxsize=256)
 def spans_between(first: int, stop: int) -> SpanRange:
-    """The spans of pages ``first`` to ``stop`` (exclusive) of a chain. At least one page."""
+    """Return the spans of pages ``first`` to ``stop`` (exclusive) of a chain. The range must not be empty."""
     starts = [span_start(first)]
     while True:
         after = max(1, 2 * starts[-1]) if starts[-1] < SPAN_PAGES else starts[-1] + SPAN_PAGES

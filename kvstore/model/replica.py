@@ -1,6 +1,6 @@
-"""Replica: one page in one frame, its state, its address, and the record that proves it.
+"""Replica: one page in one frame. This module has its states, its address, and the format of its record.
 
-A frame's life::
+The lifecycle of a frame::
 
     FREE ──grant──> RESERVED ──seal──> SEALED ──retire──> FREE
                        │                  └──(leased)──> RETIRING ──lease ends──> FREE
@@ -26,7 +26,7 @@ KEY_BYTES = 16
 ADDRESS_BYTES = 16
 WORD_BYTES = 8  # generation and state, at the start of a record
 FRAME_ALIGN = 4096  # O_DIRECT and page-table granularity
-SHARDS_MAX = 8  # writers of one page (TP x PP ranks)
+SHARDS_MAX = 8  # writers of one page (TP ranks times PP stages)
 # An identity row proves which page is stored: key, root, extra, then the page's token ids. Clients send one per page of
 # a put. Records and the headers of NVMe frames contain one.
 KEY, ROOT, EXTRA = slice(0, KEY_BYTES), slice(KEY_BYTES, 2 * KEY_BYTES), slice(2 * KEY_BYTES, 3 * KEY_BYTES)
@@ -69,7 +69,7 @@ class Status(IntEnum):
 
 
 class Address(NamedTuple):
-    """The only address of a page inside one incarnation of a node. No ``extent`` number is used twice."""
+    """The address of a page inside one incarnation of a node. The number of an ``extent`` is never used again."""
 
     extent: int
     frame: int
@@ -83,17 +83,17 @@ assert ADDRESS_DTYPE.itemsize == ADDRESS_BYTES
 
 
 def identity_bytes(page_tokens: int) -> int:
-    """Length of an identity row."""
+    """Return the length of an identity row."""
     return IDENTITY_HEAD_BYTES + 4 * page_tokens
 
 
 def keys_of(rows: npt.NDArray[np.uint8]) -> list[bytes]:
-    """The key of each of these identity rows."""
+    """Return the key of each of these identity rows."""
     return _split(rows[:, KEY])
 
 
 def roots_of(rows: npt.NDArray[np.uint8]) -> list[bytes]:
-    """The root of each of these identity rows."""
+    """Return the root of each of these identity rows."""
     return _split(rows[:, ROOT])
 
 
@@ -103,7 +103,7 @@ def _split(column: npt.NDArray[np.uint8]) -> list[bytes]:
 
 
 def word_of(generation: int, state: FrameState) -> int:
-    """A record's first 8 bytes: generation << 8 | state. Written last, invalidated first."""
+    """Return the first 8 bytes of a record: generation << 8 | state. They are written last and invalidated first."""
     return generation << 8 | state
 
 
@@ -128,7 +128,7 @@ class FrameClass:
 
     @cached_property
     def record(self) -> RecordFormat:
-        """Where each field of this class's records is."""
+        """The format of this class's records."""
         return RecordFormat(self.page_tokens, self.layers)
 
     @cached_property
@@ -261,7 +261,8 @@ def info_word(
     position: int | None = None,
     turns: int = 0,
 ) -> int:
-    """The ``info`` word of a record; with ``position`` (and ``turns``) that of a SEALED record, which has no shards."""
+    """Return the ``info`` word of a record. With ``position`` (and ``turns``) it is a SEALED record, which has no
+    shards."""
     if position is None:
         return payload_bytes | shards << 32 | sealed_mask << 40 | flags << 48
     return payload_bytes | min(position, POSITION_MAX) << 32 | flags << 48 | min(turns, TURNS_MAX) << 56
@@ -273,31 +274,32 @@ _STANDING = POSITION_MAX << 32 | _HINT_MASK << _HINT_SHIFT | TURNS_MAX << 56
 
 
 def standing(position: int, turns: int, hint: int = 0) -> int:
-    """The part of a SEALED record's ``info`` that eviction uses: the page's position in its chain, the chain's turns,
-    and the hint that the page was stored with (see ``retention``)."""
+    """Return the part of a SEALED record's ``info`` that eviction uses: the page's position in its chain, the chain's
+    turns, and the retention hint of the page."""
     return min(position, POSITION_MAX) << 32 | hint << _HINT_SHIFT | min(turns, TURNS_MAX) << 56
 
 
 def standing_of(info: int) -> int:
-    """The ``standing`` in an ``info`` word."""
+    """Return the ``standing`` in an ``info`` word."""
     return info & _STANDING
 
 
 def position_of(info: int) -> int:
-    """The page's position in its chain, from its SEALED record's ``info``; ``POSITION_MAX`` means that or later."""
+    """Return the page's position in its chain from the ``info`` of a SEALED record; ``POSITION_MAX`` means that or
+    later."""
     return info >> 32 & POSITION_MAX
 
 
 def hint_in(info: int) -> int:
-    """The hint that the page was stored with, or 0."""
+    """Return the retention hint of the page, or 0."""
     return info >> _HINT_SHIFT & _HINT_MASK
 
 
 def turns_of(info: int) -> int:
-    """How often the chain had been extended when the page was sealed; ``TURNS_MAX`` means that or more."""
+    """Return how often the chain had been extended when the page was sealed; ``TURNS_MAX`` means that or more."""
     return info >> 56
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to a multiple of ``FRAME_ALIGN``."""
+    """Return ``nbytes`` rounded up to a multiple of ``FRAME_ALIGN``."""
     return -(-nbytes // FRAME_ALIGN) * FRAME_ALIGN

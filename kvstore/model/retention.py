@@ -1,14 +1,14 @@
-"""Retention: hints from callers about how long pages are worth keeping. Eviction uses them, and promises nothing.
+"""Retention: hints from callers about how long pages are worth keeping. Eviction uses them without any guarantee.
 
 A hint is a *priority* from -3 to 3, and a time: how long after a page's last use the priority counts. Each step of
-priority makes a page worth eight times more, or less. A hint is stored as seven bits of the page's record, so it
-survives restarts and moves between tiers with the page::
+priority multiplies or divides the worth of a page by eight. A hint is stored in seven bits of the page's record, so it
+is kept over restarts and when the page moves between tiers::
 
     priority 2, ttl_s 300     0b1000_010: low three bits -3..3, the upper four 4, 8, 16 ... 65,536 s or no end (0)
 
-Worked example with pages of 64 tokens: a system prompt of 1,000 tokens comes before a document that is asked about
-once, ``[Retention(3, stop=1000), Retention(-3, start=1000)]``. A page gets the hint of its last token, because a page
-is found only with all its tokens. So pages 0 to 14 stay, and page 15, which ends in the document, leaves early.
+Worked example with pages of 64 tokens: a system prompt of 1,000 tokens precedes a document that is needed only once,
+``[Retention(3, stop=1000), Retention(-3, start=1000)]``. A page has the hint of its last token, because a page is found
+only with all its tokens. So pages 0 to 14 stay, and page 15, which ends in the document, is evicted early.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Retention:
     """How long the pages of one put or writer, or of a range of its tokens, are worth keeping.
 
     Attributes:
-        priority: from -3 (leaves first) to 3 (stays); 0 is the same as no hint.
+        priority: from -3 (evicted first) to 3 (kept); 0 is the same as no hint.
         ttl_s: how long after a page's last use the hint counts, rounded up to a power of two of at least 4 s. None: as
             long as the page is stored.
         start, stop: the range of tokens, counted from the call's first token. ``stop=None``: to the end.
@@ -72,19 +72,19 @@ class Retention:
 
 
 def priority_of(hint: int) -> int:
-    """The priority of a hint."""
+    """Return the priority of a hint."""
     priority = hint & _PRIORITY_MASK
     return priority - (1 << _PRIORITY_BITS) if priority > PRIORITY_MAX else priority
 
 
 def ttl_s_of(hint: int) -> int | None:
-    """How long after a page's last use a hint's priority counts, in seconds. None: always."""
+    """Return for how many seconds after a page's last use the priority of a hint counts. None: always."""
     exponent = hint >> _PRIORITY_BITS
     return 2 << exponent if exponent else None
 
 
 def checked(retention: Retention | Sequence[Retention], ranges_max: int = RANGES_MAX) -> tuple[Retention, ...]:
-    """A caller's ``retention`` as ranges.
+    """Return a caller's ``retention`` as ranges.
 
     Raises:
         InvalidRequest: the type is wrong, or there are too many ranges.
@@ -100,8 +100,8 @@ def checked(retention: Retention | Sequence[Retention], ranges_max: int = RANGES
 def hints_of(
     retention: Retention | Sequence[Retention], pages: int, page_tokens: int, ranges_max: int = RANGES_MAX
 ) -> bytes:
-    """The hint of each page, a byte each; empty if no page has a hint. Where ranges overlap, the later one counts.
-    Raises as ``checked`` does."""
+    """Return the hint of each page, one byte per page; empty if no page has a hint. Where ranges overlap, the later one
+    counts. Raises as ``checked``."""
     hints = bytearray(pages)
     for part in checked(retention, ranges_max):
         first = part.start // page_tokens  # the first page whose last token is at or after ``start``
@@ -112,7 +112,8 @@ def hints_of(
 
 
 def ranges_of(hints: bytes, page_tokens: int) -> list[Retention]:
-    """The inverse of ``hints_of``: ranges of whole pages, at most twice as many as ``hints_of`` got."""
+    """Return ranges of whole pages from ``hints``, the inverse of ``hints_of``. There are at most twice as many ranges
+    as ``hints_of`` received."""
     ranges, start = [], 0
     while start < len(hints):
         hint, stop = hints[start], start + 1

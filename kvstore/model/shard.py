@@ -1,4 +1,4 @@
-"""Parts of a page: the shard that one device of a model holds, and the strides of pages in another engine's memory.
+"""Parts of a page: the shard of one device of a model, and the strides of pages in another engine's memory.
 
 **Shard.** A model is cut by KV heads over ``ranks`` (tensor parallel) and by layers over ``stages`` (pipeline
 parallel). Worked example: 10 layers of 8 heads over 2 ranks and 4 stages. The stages have 3, 3, 2 and 2 layers. Rank 1
@@ -34,10 +34,10 @@ from kvstore.model.layout import Layout
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of every page of ``layout`` that rank ``rank`` of ``ranks`` in stage ``stage`` of ``stages`` holds; by
-    default the whole page.
+    """The part of every page of ``layout`` in rank ``rank`` of ``ranks`` and stage ``stage`` of ``stages``; by default
+    the whole page.
 
-    The part's bytes are ordered as in a page, ``[layer][head][token][content]``, with its own layers and heads only.
+    Its bytes are ordered as in a page, ``[layer][head][token][content]``, with only the layers and heads of the shard.
 
     Raises:
         InvalidRequest: a value is not an integer, is out of range, or does not divide the heads or layers. The error
@@ -67,12 +67,12 @@ class Shard:
 
     @property
     def count(self) -> int:
-        """How many shards make a page."""
+        """The number of shards of a page."""
         return self.stages * self.ranks
 
     @property
     def cut(self) -> dict[str, int]:
-        """The four numbers by name."""
+        """Rank, ranks, stage and stages by name."""
         return {"rank": self.rank, "ranks": self.ranks, "stage": self.stage, "stages": self.stages}
 
     @cached_property
@@ -87,12 +87,12 @@ class Shard:
 
     @cached_property
     def writes(self) -> bool:
-        """Whether this shard writes its heads. A lower rank writes heads that several ranks hold."""
+        """True if this shard writes its heads. If several ranks have the same heads, the lowest one writes them."""
         return self.layout.shard_heads(self.rank, self.ranks) is not None
 
     @cached_property
     def offset(self) -> int:
-        """Where this shard's heads begin in each layer of a page, in bytes."""
+        """The offset of this shard's heads in each layer of a page, in bytes."""
         return self.heads[0] * self.layout.head_bytes
 
     @cached_property
@@ -106,14 +106,14 @@ class Shard:
         return (self.layers[1] - self.layers[0]) * self.width
 
     def part(self, pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """A view ``[n, layers, width]`` of this shard's bytes in ``pages`` ``[n, page_bytes]``. Each page must be
-        contiguous."""
+        """Return a view ``[n, layers, width]`` of this shard's bytes in ``pages`` ``[n, page_bytes]``. Each page must
+        be contiguous."""
         first, last = self.layers
         layers = pages.reshape(len(pages), self.layout.layers, self.layout.layer_bytes)
         return layers[:, first:last, self.offset : self.offset + self.width]
 
     def unpacked(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """A view ``[n, layers, width]`` of ``rows`` ``[n, nbytes]``. Each row must be contiguous."""
+        """Return a view ``[n, layers, width]`` of ``rows`` ``[n, nbytes]``. Each row must be contiguous."""
         return rows.reshape(len(rows), self.layers[1] - self.layers[0], self.width)
 
 
@@ -126,15 +126,15 @@ Addresses = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Strides:
-    """Where the bytes of a page are in memory that another engine laid out; see the module. All values are bytes.
+    """The places of a page's bytes in the memory of another engine; see the module. All values are bytes.
 
-    Pages may overlap: a writer has to check that they do not.
+    This class does not check that pages do not overlap; a writer has to.
 
     Attributes:
-        layers: where each layer's first block begins.
-        block: distance from one block of a layer to the next.
+        layers: offset of the first block of each layer.
+        block: distance between two consecutive blocks of a layer.
         dims: count and stride of each dimension between layer and piece, in the order of the page's bytes.
-        piece: how many bytes are contiguous.
+        piece: number of contiguous bytes.
 
     Raises:
         InvalidRequest: there are no layers, or too many layers or dimensions, or a number is out of range.
@@ -149,18 +149,18 @@ class Strides:
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "dims", tuple((count, stride) for count, stride in self.dims))
         if not 1 <= len(self.layers) <= LAYERS_MAX or len(self.dims) > DIMS_MAX:
-            raise InvalidRequest("strides", f"must have 1 to {LAYERS_MAX} layers, and {DIMS_MAX} dimensions at most")
+            raise InvalidRequest("strides", f"must have 1 to {LAYERS_MAX} layers and at most {DIMS_MAX} dimensions")
         counts = [self.piece, *(count for count, _ in self.dims)]
         if min(counts) < 1 or not all(0 <= number < NUMBER_MAX for number in self.numbers()):
             raise InvalidRequest("strides", f"must be positive lengths and offsets, all below {NUMBER_MAX}")
 
     @classmethod
     def whole(cls, page_bytes: int, stride: int) -> Strides:
-        """Strides of pages that are each contiguous, ``stride`` bytes apart."""
+        """Return the strides of contiguous pages that begin ``stride`` bytes apart."""
         return cls((0,), stride, (), page_bytes)
 
     def numbers(self) -> list[int]:
-        """All numbers: piece, block, layers, dimensions."""
+        """Return all numbers: piece, block, layers, dimensions."""
         return [self.piece, self.block, *self.layers, *(number for dim in self.dims for number in dim)]
 
     @property
@@ -169,13 +169,13 @@ class Strides:
         return len(self.layers) * self.piece * math.prod(count for count, _ in self.dims)
 
     def nbytes(self, frames: int) -> int:
-        """The least size of memory that contains ``frames`` pages, in bytes."""
+        """Return the smallest size of memory that contains ``frames`` pages, in bytes."""
         inside = sum((count - 1) * stride for count, stride in self.dims)
         return max(self.layers) + (frames - 1) * self.block + inside + self.piece
 
     def part(self, number: int, parts: int) -> Strides | None:
-        """The strides of part ``number`` of ``parts`` equal parts of a page, for example of a layer. None if strides
-        cannot describe such a part."""
+        """Return the strides of part ``number`` of ``parts`` equal parts of a page, for example of a layer. None if
+        strides cannot describe the part."""
         layers = len(self.layers)
         if layers % parts == 0:
             each = layers // parts
@@ -199,7 +199,8 @@ class Strides:
         return Strides((first + number * piece,), self.block, (), piece)
 
     def pieces(self) -> tuple[Addresses, Addresses]:
-        """Offsets and lengths of the pieces of the first page, in the order of its bytes; adjacent pieces as one."""
+        """Return the offsets and lengths of the pieces of the first page, in the order of its bytes. Adjacent pieces
+        are merged."""
         places = np.asarray(self.layers, np.uint64)
         for count, stride in self.dims:
             places = (places[:, None] + np.arange(count, dtype=np.uint64) * np.uint64(stride)).reshape(-1)
@@ -208,7 +209,7 @@ class Strides:
         return places[starts], (counts * self.piece).astype(np.uint64)
 
     def views(self, memory: npt.NDArray[np.uint8], frames: int) -> list[npt.NDArray[np.uint8]]:
-        """A view ``[frames, *counts of dims, piece]`` of each layer in ``memory``, which has at least
+        """Return a view ``[frames, *counts of dims, piece]`` of each layer in ``memory``, which must have at least
         ``nbytes(frames)`` bytes."""
         assert memory.flags.c_contiguous and memory.nbytes >= self.nbytes(frames), memory.nbytes
         shape = (frames, *(count for count, _ in self.dims), self.piece)
