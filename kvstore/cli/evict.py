@@ -82,7 +82,7 @@ def evict(
     if report["pages"]:
         print_table(("by", "name", "pages", "size"), list(_rows(report)))
     for reason, pages in sorted(report["stayed"].items(), key=lambda item: -item[1]):
-        click.echo(f"{pages} {'would stay' if dry_run else 'stayed'}: {reason}, {WHY.get(reason, 'as the node says')}")
+        click.echo(f"{pages} {'would stay' if dry_run else 'stayed'}: {reason}, {WHY.get(reason, 'unknown reason')}")
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[object, ...]]:

@@ -51,7 +51,7 @@ class PageLine:
 @prompt_options
 @json_option
 def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: bool) -> None:
-    """Show for each page of a prompt whether it is stored, in which tier, or why it is not.
+    """Show for each page of a prompt whether it is stored, in which tiers, or why it is not.
 
     Give the prompt as token ids (--tokens, --file) or as text with a tokenizer. The command reads no page, marks none
     as used, and changes nothing. Pages with equal answers share a line; --json has every page.
@@ -68,7 +68,7 @@ def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: b
         print_json(document)
         return
     if pages:
-        headers = ("pages", "tokens", "key of the first", "found", "tiers", "why, and what holds it")
+        headers = ("pages", "tokens", "key of the first", "found", "tiers", "reason or protection")
         print_table(headers, list(_rows(pages, found.cache.layout.page_tokens)))
         click.echo()
     click.echo(_summary(document))
@@ -209,7 +209,7 @@ def _alike(page: PageLine) -> tuple[object, ...]:
 
 
 def _note(page: PageLine) -> str:
-    """Return why a page is not found, or what holds it."""
+    """Return why a page is not found, or what protects it from eviction."""
     if page.hit:
         return ", ".join(fact for fact in ("leased", "pinned") if page.detail.get(fact))
     if page.reason in ("evicted", "dropped"):

@@ -1,4 +1,4 @@
-"""Options with which lookup, pages, evict, pin and unpin select a prompt: its token ids and its layout.
+"""Options that select a prompt by its token ids and its layout, for lookup, pages, evict, pin and unpin.
 
 Token ids come from a list, a file, or a text and a tokenizer. Hugging Face tokenizers are imported only when needed;
 ``bytes`` (one id per byte of UTF-8) needs no package. The layout comes from a file, from ``key=value`` text, or from
@@ -50,7 +50,7 @@ class PromptOptions:
     adapter: str | None
 
     def find(self, store: Store, salt: str | None) -> Prompt:
-        """Return the prompt in that store. Raises InvalidRequest naming the option."""
+        """Return the prompt with its cache and keys in a store. Raises InvalidRequest naming the option."""
         assert self.tokens is not None
         cache = store.cache(find_layout(store, self.layout, self.model), salt or "", self.adapter or "")
         return Prompt(cache, self.tokens, cache.keys(self.tokens))
@@ -122,7 +122,7 @@ def prompt_options(command: _Command) -> _Command:
 
 
 def read_tokens(sources: dict[str, str | None], tokenizer: str | None, special_tokens: bool) -> Tokens | None:
-    """Return the ids of the prompt that one of the options gives; None if none of them is used."""
+    """Return the token ids from the option that gives the prompt; None if no option is used."""
     used = {option: value for option, value in sources.items() if value is not None}
     if len(used) > 1:
         first, second, *_ = used
@@ -234,14 +234,14 @@ class _ErrorsOf:
 
 
 def find_layout(store: AdminVerbs, layout: str | None, model: str | None) -> Layout:
-    """Return the layout that the user means.
+    """Return the layout that the options select.
 
     Args:
         layout: a file (.json, .toml), ``model=m,layers=2,...``, or the beginning of a known layout's fingerprint. None
             takes the node's only known layout (of ``model``).
 
     Raises:
-        InvalidRequest: it is not a layout, or several fit.
+        InvalidRequest: ``layout`` is not a layout, or no known layout or several fit.
     """
     if layout is not None and (not re.fullmatch("[0-9a-f]{6,32}", layout) or Path(layout).is_file()):
         parsed = parse_layout(layout)
@@ -256,14 +256,16 @@ def find_layout(store: AdminVerbs, layout: str | None, model: str | None) -> Lay
         raise InvalidRequest("--layout", f"is needed: the node does not list its layouts ({error})") from None
     which = f" of model {model!r}" * (model is not None) + f" whose fingerprint begins with {layout}" * bool(layout)
     if not known:
-        raise InvalidRequest("--layout", f"is needed: the node knows none{which}; give a file or model=...,layers=...")
+        raise InvalidRequest(
+            "--layout", f"is needed: the node has no known layout{which}; give a file or model=...,layers=..."
+        )
     if len(known) > 1:
         listed = ", ".join(f"{each['fingerprint'][:12]} ({_described(each)})" for each in known[:LAYOUTS_SHOWN])
         more = f" and {len(known) - LAYOUTS_SHOWN} more" if len(known) > LAYOUTS_SHOWN else ""
-        raise InvalidRequest("--layout", f"must be one of {len(known)} that the node knows{which}: {listed}{more}")
+        raise InvalidRequest("--layout", f"must be one of {len(known)} known layouts{which}: {listed}{more}")
     if known[0]["layout"] is None:
         fingerprint = known[0]["fingerprint"][:12]
-        raise InvalidRequest("--layout", f"is needed: the node knows only the fingerprint {fingerprint}")
+        raise InvalidRequest("--layout", f"is needed: only the fingerprint {fingerprint} is known")
     return Layout(**known[0]["layout"])
 
 

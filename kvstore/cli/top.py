@@ -1,12 +1,12 @@
 """``kvstore top``: a live view of one node, or of all members of a pool.
 
-A frame is a JSON document that compares the last two answers of each member: counters become rates per second. With
-``--json`` frames are printed as they are. Otherwise rich draws them as tables: the name of a field gives the header of
-its column and, by its unit, the format of its values.
+A frame is a JSON document that compares the last two replies of each member: counters become rates per second. With
+``--json`` frames are printed unchanged. Otherwise rich draws them as tables. The name of a field determines the header
+of its column, and the unit in the name determines the format of its values.
 
-With ``--catalog`` every frame reads the catalog again and asks all members at once. A member that does not answer
-within ``ASK_S`` is marked. The catalog and the members are not trusted: values of an unexpected type are left out, and
-``name_text`` shortens names and removes control codes.
+With ``--catalog`` every frame reads the catalog again and sends a request to all members at once. A member that does
+not answer within ``ASK_S`` is marked. The catalog and the members are not trusted: values of an unexpected type are
+left out, and ``name_text`` shortens names and removes control codes.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ Frame = dict[str, Any]
 
 TENANTS_SHOWN: Final = 8
 PERCENTILES: Final = (50, 90, 99)
-MEMBERS_MAX: Final = 256  # members asked, of all kinds together
+MEMBERS_MAX: Final = 256  # members in a frame, of all kinds together
 REPLY_BYTES_MAX: Final = 4 << 20
-PIPE_COLUMNS: Final = 1000  # in a pipe or a file no line has to fit a screen
+PIPE_COLUMNS: Final = 1000  # width of lines in a pipe or a file, which need not fit a screen
 COUNTER_OF: Final = {"get": "gets", "put": "puts", "put_async": "puts_async", "lookup": "lookups", "lease": "leases"}
 """The counter of each operation that has latencies."""
 CALL_OF: Final = {"node": "Store/Stats", "engine": "Engine/Status", "conductor": "Conductor/Status"}
@@ -165,8 +165,8 @@ def number(reply: Any, *path: str) -> float | None:
 
 
 class Rates:
-    """Growth per second of counters between two answers. A rate is None if there is no earlier answer, or if the
-    counter restarted. A counter that is new grew from 0."""
+    """Rates per second of counters between two replies. A rate is None if there is no earlier reply, or if the counter
+    was reset. A new counter starts at 0."""
 
     def __init__(self, reply: Document, before: Document | None, elapsed_s: float | None) -> None:
         self._reply, self._before, self._elapsed_s = reply, before, elapsed_s
@@ -188,7 +188,7 @@ class Rates:
 
 
 def node_frames(stats: Callable[[], Frame], name: str) -> Iterator[Frame]:
-    """Yield a frame on each request. A node that stops answering after the first frame is polled again."""
+    """Yield a frame on each call. A node that stops answering after the first frame is polled again."""
     reply, before, now_s, before_s = stats(), None, time.monotonic(), 0.0
     while True:
         yield node_frame(reply, before, now_s - before_s)
@@ -203,9 +203,9 @@ def node_frames(stats: Callable[[], Frame], name: str) -> Iterator[Frame]:
 
 
 def node_frame(reply: Document, before: Document | None, elapsed_s: float) -> Frame:
-    """Return rates per second between two answers, and current values. Rates are None if there is no earlier answer, or
-    if it came from an earlier daemon, since counters restart. For a node that is down only ``name`` and ``state`` are
-    known."""
+    """Return rates per second between two replies, and current values. Rates are None if there is no earlier reply, or
+    if it is from an earlier daemon, which resets the counters. For a node that is down there are only ``name`` and
+    ``state``."""
     frame: Frame = {"name": reply.get("name", ""), "state": reply.get("state", "")}
     if "clients" not in reply:
         return frame
@@ -246,7 +246,7 @@ def _tier(tier: str, about: Document, reply: Document, rates: Rates) -> Frame:
 
 
 def _percentiles(name: str, reply: Document, before: Document | None) -> dict[str, float | None]:
-    """Return latencies of the operations between two answers; of all operations if there is no earlier answer."""
+    """Return latencies of the operations between two replies; of all operations if there is no earlier reply."""
     counts: Counter[float] = Counter()
     for sign, stats in ((1, reply), (-1, before)):
         for end_s, count in stats["latency"][name]["buckets"] if stats is not None else ():
@@ -293,7 +293,7 @@ class _Link(RemoteNode):
 
 
 class _Member:
-    """A member of the pool, and its last answer. Life: made -> ``ask`` for each frame -> ``close``."""
+    """A member of the pool, and its last reply. Life: made -> ``ask`` for each frame -> ``close``."""
 
     def __init__(self, kind: str, addresses: tuple[str, ...]) -> None:
         self._kind, self._address = kind, next(iter(addresses), "")
@@ -313,7 +313,7 @@ class _Member:
             self._link.close()
 
     def ask(self, entry: Any) -> Frame:
-        """Return the part of a frame about this member, after its answer or ``ASK_S``."""
+        """Request the member's document, and return its part of a frame, after ``ASK_S`` at the latest."""
         reply = None
         try:
             if self._link is not None:
@@ -332,10 +332,10 @@ class _Member:
 
 
 def pool_frames(catalog: str, pool: str) -> Generator[Frame]:
-    """Yield a frame on each request, until the iterator is closed. While the catalog is unavailable, the members that
-    it listed last are asked again.
+    """Yield a frame on each call, until the iterator is closed. While the catalog is unavailable, the frames have the
+    members that it listed last.
 
-    Raises Unavailable if the catalog does not answer at first, InvalidRequest if it is not one.
+    Raises Unavailable if the catalog does not answer at the first call, InvalidRequest if ``catalog`` is not valid.
     """
     members: dict[tuple[str, ...], _Member] = {}
     entries, error = _entries(catalog, pool), ""
@@ -415,7 +415,7 @@ def _conductor_facts(reply: Document, rates: Rates) -> Frame:
 
 
 FACTS: Final = {"conductor": _conductor_facts, "engine": _engine_facts, "node": _node_facts}
-"""What a frame says about each kind of member that has answered."""
+"""The function that returns the facts in a frame, for each kind of member."""
 
 
 # --- drawing --------------------------------------------------------------------------------------------------------

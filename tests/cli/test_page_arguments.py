@@ -119,12 +119,10 @@ def test_a_layout_that_the_node_has_met() -> None:
     assert find_layout(store, None, "m") == LAYOUT
     assert find_layout(store, window.fingerprint.hex()[:8], None) == window
     assert find_layout(Knows(other), None, None) == other  # type: ignore[arg-type]
-    with pytest.raises(
-        InvalidRequest, match="^--layout: must be one of 2 that the node knows of model 'n': .*group window"
-    ):
+    with pytest.raises(InvalidRequest, match="^--layout: must be one of 2 known layouts of model 'n': .*group window"):
         find_layout(store, None, "n")
     for given, model in ((None, "o"), ("00000000", None)):
-        with pytest.raises(InvalidRequest, match="^--layout: is needed: the node knows none"):
+        with pytest.raises(InvalidRequest, match="^--layout: is needed: the node has no known layout"):
             find_layout(store, given, model)
     with pytest.raises(InvalidRequest, match="^--model"):
         find_layout(store, PAIRS, "n")
