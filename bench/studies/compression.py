@@ -120,10 +120,10 @@ def speed(stage: Stage, name: str, bar: Bar | None, codec: str, dtype: str) -> l
         )
         for variant in ("encode", "decode")
     ]
-    return [*lines, _saved(f"{name}.bytes", layout, packing.lossy, {})]
+    return [*lines, _bytes_result(f"{name}.bytes", layout, packing.lossy, {})]
 
 
-def _saved(name: str, exact: Layout, lossy: Layout, details: dict[str, Any]) -> Result:
+def _bytes_result(name: str, exact: Layout, lossy: Layout, details: dict[str, Any]) -> Result:
     about = "bytes of an exact page"
     return result(name, Kind.COUNT, [lossy.page_bytes], [exact.page_bytes], limit_is=about, details=details)
 
@@ -276,7 +276,10 @@ def logits(stage: Stage, name: str, bar: Bar | None, number: int) -> list[Result
         errors = logit_errors(
             model, prompt_tokens=256 if quick else PROMPT_TOKENS, positions=16 if quick else POSITIONS
         )
-    return [_saved(f"{name}.{each.codec}", layout, packed_layout(layout, each.codec), asdict(each)) for each in errors]
+    return [
+        _bytes_result(f"{name}.{each.codec}", layout, packed_layout(layout, each.codec), asdict(each))
+        for each in errors
+    ]
 
 
 def trained(steps: int, length: int = PROMPT_TOKENS + POSITIONS) -> Model:
@@ -326,4 +329,7 @@ def trained_logits(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
         model = trained(TRAINED_STEPS_QUICK if stage.settings.quick else TRAINED_STEPS)
         errors = logit_errors(model, prompt_tokens=192 if stage.settings.quick else PROMPT_TOKENS)
     layout = model.layout(PAGE_TOKENS)
-    return [_saved(f"{name}.{each.codec}", layout, packed_layout(layout, each.codec), asdict(each)) for each in errors]
+    return [
+        _bytes_result(f"{name}.{each.codec}", layout, packed_layout(layout, each.codec), asdict(each))
+        for each in errors
+    ]

@@ -96,15 +96,15 @@ class Content:
     def fill(self, rows: Rows, hashes: list[bytes]) -> None:
         """Fill ``rows`` ``[pages, page_bytes]`` with the content of the pages with these keys."""
         for row, key in zip(rows.view(np.uint64), hashes, strict=True):
-            np.bitwise_xor(self._pattern, _mixed(key), out=row)
+            np.bitwise_xor(self._pattern, _key_word(key), out=row)
 
     def check(self, rows: Rows, hashes: list[bytes], what: str) -> None:
         """Raise BenchFailed if a byte of ``rows`` does not follow from its page's key and its offset."""
         for i, (row, key) in enumerate(zip(rows.view(np.uint64), hashes, strict=True)):
-            if not np.array_equal(row ^ _mixed(key), self._pattern):
+            if not np.array_equal(row ^ _key_word(key), self._pattern):
                 raise BenchFailed(f"{what}: wrong bytes in page {i} of its batch")
 
 
-def _mixed(key: bytes) -> np.uint64:
+def _key_word(key: bytes) -> np.uint64:
     low, high = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
     return np.uint64((low ^ (high * 0xD6E8FEB86659FD93)) & _MASK)

@@ -134,17 +134,17 @@ def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
 
 
 def _get(stage: Stage, name: str, bar: Bar | None, geometry: str, *, recycled: bool) -> Result:
-    stored = stage.stored(geometry, recycled=recycled)
-    reading = Reading(stored.store, stored.work)
+    source = stage.stored_chains(geometry, recycled=recycled)
+    reading = Reading(source.store, source.work)
     reading.verify()
-    steps = walk(stored.work.chains, stage.settings.quick)
+    steps = walk(source.work.chains, stage.settings.quick)
     seconds = alternate(reading.variants(), steps, stage.settings.rounds, reading.prepare, reading.check)
     best = quickest(seconds, MEMCPYS)
-    chain_bytes = stored.work.chain_bytes
+    chain_bytes = source.work.chain_bytes
     details = {
-        "batch_pages": stored.work.pages,
-        "page_bytes": stored.work.layout.page_bytes,
-        "walk_bytes": stored.work.total_bytes,
+        "batch_pages": source.work.pages,
+        "page_bytes": source.work.layout.page_bytes,
+        "walk_bytes": source.work.total_bytes,
         "runs_per_batch": reading.runs,
         "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
     }
@@ -168,10 +168,10 @@ def walk(chains: int, quick: bool) -> list[int]:
 
 def get_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
     """Measure gets of one page, p50. Every page of the pool is one step."""
-    stored = stage.stored(geometry)
-    reading = Reading(stored.store, stored.work)
-    per_chain, page_bytes = stored.work.pages, stored.work.layout.page_bytes
-    keys = [reading.keys(chain) for chain in range(stored.work.chains)]
+    source = stage.stored_chains(geometry)
+    reading = Reading(source.store, source.work)
+    per_chain, page_bytes = source.work.pages, source.work.layout.page_bytes
+    keys = [reading.keys(chain) for chain in range(source.work.chains)]
 
     def prepare(step: int) -> tuple[LocatedChain, Keys]:
         chain, page = divmod(step, per_chain)
@@ -184,7 +184,7 @@ def get_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
         if variant == "get" and value != 1:
             raise BenchFailed(f"get found {value} of 1 page")
 
-    pages = stored.work.chains * per_chain
+    pages = source.work.chains * per_chain
     count = min(pages, 300) if stage.settings.quick else max(pages, STEPS_ONE_PAGE)
     random = np.random.default_rng(4)
     steps = [int(page) for _ in range(-(-count // pages)) for page in random.permutation(pages)][:count]
@@ -219,9 +219,9 @@ def _frame(batch: LocatedChain, page: int, page_bytes: int) -> Any:
 
 def lease(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
     """Measure a zero-copy lease of 32 pages, with every page touched, compared with copying them."""
-    stored = stage.stored(geometry)
-    reading = Reading(stored.store, stored.work)
-    cache, pages = reading.cache, stored.work.pages
+    source = stage.stored_chains(geometry)
+    reading = Reading(source.store, source.work)
+    cache, pages = reading.cache, source.work.pages
 
     def lease_and_touch(arguments: tuple[LocatedChain, Keys]) -> int:
         touched = 0
@@ -234,11 +234,11 @@ def lease(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
         if variant == "lease" and value != pages:
             raise BenchFailed(f"the lease has {value} of {pages} pages")
 
-    for chain in range(stored.work.chains):
+    for chain in range(source.work.chains):
         _check_views(reading, cache.lease(reading.keys(chain)), chain)
     copies = reading.variants()
     variants = {"lease": lease_and_touch, **{limit: copies[limit] for limit in MEMCPYS}}
-    steps = walk(stored.work.chains, stage.settings.quick)
+    steps = walk(source.work.chains, stage.settings.quick)
     seconds = alternate(variants, steps, stage.settings.rounds, reading.prepare, check)
     best = quickest(seconds, MEMCPYS)
     return [
@@ -249,7 +249,7 @@ def lease(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
             medians(seconds[best]),
             bar=bar,
             limit_is=f"memcpy, {best}",
-            details={"pages": pages, "page_bytes": stored.work.layout.page_bytes},
+            details={"pages": pages, "page_bytes": source.work.layout.page_bytes},
         )
     ]
 
@@ -263,16 +263,16 @@ def _check_views(reading: Reading, lease: Lease, chain: int) -> None:
 
 def two_readers(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
     """Measure the sum of the speeds of two processes that get at the same time, compared with two that copy."""
-    stored = stage.stored(geometry)
+    source = stage.stored_chains(geometry)
     settings = stage.settings
     rounds: dict[str, list[float]] = {variant: [] for variant in VERBS}
     with ExitStack() as scene:
-        peers = [scene.enter_context(PeerProcess(stored.daemon.name, settings.shm_dir)) for _ in range(2)]
+        peers = [scene.enter_context(PeerProcess(source.daemon.name, settings.shm_dir)) for _ in range(2)]
         for peer in peers:
-            peer.send("locate", work=stored.work.to_json())
+            peer.send("locate", work=source.work.to_json())
         for peer in peers:
             peer.answer()
-        read = partial(read_at_once, peers, stored.work.chains, 0.05 if settings.quick else PHASE_S)
+        read = partial(read_at_once, peers, source.work.chains, 0.05 if settings.quick else PHASE_S)
         for turn in range(settings.rounds):
             for i in range(len(VERBS)):
                 variant = VERBS[(i + turn) % len(VERBS)]
@@ -286,7 +286,7 @@ def two_readers(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result
             rounds[best],
             bar=bar,
             limit_is=f"memcpy in two processes, {best}",
-            details={"page_bytes": stored.work.layout.page_bytes, "batch_pages": stored.work.pages},
+            details={"page_bytes": source.work.layout.page_bytes, "batch_pages": source.work.pages},
         )
     ]
 

@@ -54,7 +54,6 @@ from kvstore.shm.folder import PREFIX, NodeFolder
 from kvstore.shm.header import Header
 from kvstore.shm.index import Index, IndexDamaged
 from kvstore.shm.records import ExtentTable
-from kvstore.tier.nvme import geometry
 from kvstore.tier.nvme import geometry as nvme_geometry
 from kvstore.tier.nvme.disk import BLOCK_BYTES, IO_THREADS, IoThreads, aligned_buffer
 from kvstore.tier.nvme.map import NvmeMap
@@ -118,7 +117,7 @@ def file_system(folder: Path) -> str:
 
 def target_bytes(pages: int, layout: Layout, extent_bytes: int) -> int:
     """Return the size of an NVMe target for ``pages`` pages and one spare extent."""
-    frames = geometry.frames_in(extent_bytes, frame_class_of(layout))
+    frames = nvme_geometry.frames_in(extent_bytes, frame_class_of(layout))
     return (-(-pages // frames) + 1) * extent_bytes + TABLES_BYTES
 
 
@@ -239,7 +238,7 @@ class PageFinder:
             raise BenchFailed(f"{node} has no index")
         return cls(folder, index, frame_class_of(layout))
 
-    def saved(self, hashes: Sequence[bytes]) -> bool:
+    def are_durable(self, hashes: Sequence[bytes]) -> bool:
         """Return True if all pages with these keys are durable on NVMe."""
         try:
             return None not in self.index.find_many(Tier.NVME, hashes)
@@ -269,7 +268,7 @@ class PageFinder:
                     if table is None or place is None:
                         raise BenchFailed(f"extent {number} cannot be read")
                     tables[number] = table
-                    _append(ranges[-1], place.offset, geometry.stride_bytes(self.frame_class))
+                    _append(ranges[-1], place.offset, nvme_geometry.stride_bytes(self.frame_class))
         finally:
             map_.close()
         return ranges
@@ -329,7 +328,9 @@ class SavedPages:
     fill_s: float  # time to put and save the pages
 
 
-def saved(stage: Stage, scene: ExitStack, geometry: str, seed: int, settings: Mapping[str, object]) -> SavedPages:
+def start_saved_node(
+    stage: Stage, scene: ExitStack, geometry: str, seed: int, settings: Mapping[str, object]
+) -> SavedPages:
     """Start a node with saved pages, which ends with ``scene``. DRAM still has as many pages as fit."""
     stage.clear()
     work = plan(geometry, stage.settings.quick, seed)
@@ -421,7 +422,7 @@ class ColdReading:
 def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
     """Measure gets of 32 pages that are only on NVMe, with all checks, into a page-aligned warm buffer."""
     with ExitStack() as scene:
-        cold = saved(stage, scene, geometry, 21, {"promote_after": NEVER})
+        cold = start_saved_node(stage, scene, geometry, 21, {"promote_after": NEVER})
         vacate(cold.store)
         if (pages := cold.store.stats()["tiers"]["nvme"]["pages"]) != cold.work.chains * cold.work.pages:
             raise BenchFailed(f"NVMe has {pages} of {cold.work.chains * cold.work.pages} pages")
@@ -431,7 +432,7 @@ def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
         scene.enter_context(raw)
         reading = ColdReading(cold, finder, raw)
         reading.verify()
-        line = _batches(stage, name, bar, reading)
+        line = _measure(stage, name, bar, reading)
         tiers = cold.store.stats()["tiers"]
         if tiers["dram"]["pages"] or tiers["nvme"]["promoted_pages"]:
             raise BenchFailed(f"{tiers['nvme']['promoted_pages']} pages were promoted to DRAM: not every read was cold")
@@ -439,7 +440,7 @@ def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
     return [line]
 
 
-def _batches(stage: Stage, name: str, bar: Bar, reading: ColdReading) -> Result:
+def _measure(stage: Stage, name: str, bar: Bar, reading: ColdReading) -> Result:
     work, random = reading.work, np.random.default_rng(22)
     variants = reading.variants()
     passes = -(-len(variants) // work.chains)  # usually every chain once per round
@@ -489,11 +490,11 @@ class Saving:
         self._hot = hot
         self._step = 0
         self._tails: list[bytes] = []
-        self.loaded = False
+        self.has_unsaved_pages = False
 
     def load(self) -> None:
         """Put the pages of the next step into DRAM, unless the last ones are not saved yet."""
-        if self.loaded:
+        if self.has_unsaved_pages:
             return
         vacate(self.store, self._hot)
         self._step += 1
@@ -505,19 +506,19 @@ class Saving:
             if (new := self.cache.put(keys, self._rows, checksum=True)) != self.work.pages:
                 raise BenchFailed(f"put stored {new} of {self.work.pages} new pages")
             self._tails.append(keys.hashes[-1])
-        if any(self._finder.saved([tail]) for tail in self._tails):
+        if any(self._finder.are_durable([tail]) for tail in self._tails):
             raise BenchFailed("pages were saved before the request")
-        self.loaded = True
+        self.has_unsaved_pages = True
 
     def start(self) -> None:
         """Request the eviction of all pages, so that the node saves them."""
-        self.loaded = False
+        self.has_unsaved_pages = False
         self.store.evict(pages=self.work.chains * self.work.pages)
 
     def done(self) -> bool:
         """Return True if all pages are durable. Checks the chains one by one until one is not, because a check costs
         CPU time."""
-        while self._tails and self._finder.saved(self._tails[-1:]):
+        while self._tails and self._finder.are_durable(self._tails[-1:]):
             self._tails.pop()
         return not self._tails
 
@@ -533,7 +534,7 @@ class Saving:
 
     def verify(self) -> None:
         """Save the pages of the last step, read them from NVMe, and check every byte. Raises BenchFailed."""
-        if self.loaded:
+        if self.has_unsaved_pages:
             self.save()
         vacate(self.store, self._hot)
         for chain in self._chains():

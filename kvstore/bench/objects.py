@@ -66,20 +66,20 @@ class _Batches:
 
 def put(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
     """Measure puts of 32 new objects into free frames, until they are published."""
-    return [_measured(stage, name, bar, "put", VALUE_BYTES[geometry])]
+    return [_measure(stage, name, bar, "put", VALUE_BYTES[geometry])]
 
 
 def put_wait(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
     """Measure puts of 32 new objects into free frames, until they are sealed."""
-    return [_measured(stage, name, bar, "put_wait", VALUE_BYTES[geometry])]
+    return [_measure(stage, name, bar, "put_wait", VALUE_BYTES[geometry])]
 
 
 def get(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
     """Measure gets of 32 objects into warm buffers, with all checks. Every batch of the node is one step."""
-    return [_measured(stage, name, bar, "get", VALUE_BYTES[geometry])]
+    return [_measure(stage, name, bar, "get", VALUE_BYTES[geometry])]
 
 
-def _measured(stage: Stage, name: str, bar: Bar | None, verb: str, value_bytes: int) -> Result:
+def _measure(stage: Stage, name: str, bar: Bar | None, verb: str, value_bytes: int) -> Result:
     stage.clear()
     batch_bytes = BATCH * value_bytes
     pool_bytes = max(stage.settings.walk_bytes, 4 * batch_bytes)

@@ -142,12 +142,12 @@ def plain_sender(work: BenchWork) -> Iterator[int]:
 
 def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
     """Measure reads of 32 pages from another node's memory over one stream."""
-    stored = stage.stored(geometry)
-    work = stored.work
+    source = stage.stored_chains(geometry)
+    work = source.work
     with ExitStack() as scene:
-        child, server = scene.enter_context(data_server(stage, stored.daemon.name))
+        child, server = scene.enter_context(data_server(stage, source.daemon.name))
         port = scene.enter_context(plain_sender(work))
-        reading = RemoteReading(stored.store.cache(work.layout), work, server, port)
+        reading = RemoteReading(source.store.cache(work.layout), work, server, port)
         scene.enter_context(closing(reading))
         reading.verify()
         steps = walk(work.chains, stage.settings.quick)

@@ -101,7 +101,7 @@ _ROWS = (
 ROWS = {row.name: row for row in _ROWS}
 
 
-def added() -> list[Row]:
+def added_rows() -> list[Row]:
     """Return the rows of other packages. They cannot replace built-in rows."""
     rows = {}
     for _, entry in sorted(about.entry_points(ENTRY_POINT_GROUP).items()):
@@ -111,7 +111,7 @@ def added() -> list[Row]:
     return [row for name, row in rows.items() if name not in ROWS]
 
 
-def chosen(names: Sequence[str]) -> list[Row]:
+def select_rows(names: Sequence[str]) -> list[Row]:
     """Return the named rows in the best order to run them; all rows if no name is given.
 
     Raises:
@@ -119,7 +119,7 @@ def chosen(names: Sequence[str]) -> list[Row]:
     """
     rows = list(_ROWS)
     if not names or any(name not in ROWS for name in names):
-        rows += added()
+        rows += added_rows()
     known = {row.name for row in rows}
     for name in names:
         if name not in known:

@@ -105,7 +105,7 @@ class Stage:
         self._stored: StoredChains | None = None
         self._scene = ExitStack()
 
-    def stored(self, geometry: str, *, recycled: bool = False) -> StoredChains:
+    def stored_chains(self, geometry: str, *, recycled: bool = False) -> StoredChains:
         """Return a node with ``walk_bytes`` of pages in chains of 32. The frames of each chain are contiguous.
 
         Args:

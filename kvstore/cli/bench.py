@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from kvstore.bench.harness import BenchFailed, Kind, NotMeasured, Result, machine
-from kvstore.bench.rows import Row, chosen, run
+from kvstore.bench.rows import Row, run, select_rows
 from kvstore.bench.stage import SCRATCH_DIR, RunSettings
 from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_table, speed_text
 from kvstore.errors import KVStoreError
@@ -43,7 +43,7 @@ def bench(
     Limit and store alternate; the report has their medians and ratios. The command starts its own nodes and removes
     them. A missed bar is a result, not a failure; wrong bytes are a failure.
     """
-    rows = chosen(names)
+    rows = select_rows(names)
     if listing:
         _list(rows, as_json)
         return

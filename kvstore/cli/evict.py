@@ -13,7 +13,7 @@ from kvstore.cli.prompt import PromptOptions, prompt_options
 from kvstore.errors import InvalidRequest
 
 NAMES_SHOWN = 20  # tenants or models; --json shows up to a hundred
-WHY = {
+STAY_REASONS = {
     "leased": "readers have leases on them",
     "pinned": "see `kvstore pin --list`",
     "held": "they are being copied, or their children are being written",
@@ -65,12 +65,12 @@ def evict(
     used = [option for option, value in amounts.items() if value is not None]
     if len(used) > 1:
         raise InvalidRequest(used[1], f"cannot be combined with {used[0]}")
-    named = prompt.tokens is not None
-    if not used and age_s is None and salt is None and not named:
+    has_prompt = prompt.tokens is not None
+    if not used and age_s is None and salt is None and not has_prompt:
         raise InvalidRequest("evict", "needs one of --pages, --bytes, --percent, --age, --tenant and a prompt")
     with kvstore.connect(node) as store:
-        keys = prompt.find(store, salt).page_keys() if named else None
-        salt = None if named else salt
+        keys = prompt.find(store, salt).page_keys() if has_prompt else None
+        salt = None if has_prompt else salt
         report = store.evict(
             count, size, percent=percent, tier=tier, age_s=age_s, salt=salt, keys=keys, dry_run=dry_run
         )
@@ -82,7 +82,9 @@ def evict(
     if report["pages"]:
         print_table(("by", "name", "pages", "size"), list(_rows(report)))
     for reason, pages in sorted(report["stayed"].items(), key=lambda item: -item[1]):
-        click.echo(f"{pages} {'would stay' if dry_run else 'stayed'}: {reason}, {WHY.get(reason, 'unknown reason')}")
+        click.echo(
+            f"{pages} {'would stay' if dry_run else 'stayed'}: {reason}, {STAY_REASONS.get(reason, 'unknown reason')}"
+        )
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[object, ...]]:

@@ -59,17 +59,17 @@ def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: b
     if prompt.tokens is None:
         raise InvalidRequest("prompt", NEEDED)
     with kvstore.connect(node) as store:
-        found = prompt.find(store, salt)
-        answer, explained = _explain(store, found)
-        pages = _with_others(_pages(found, answer, explained), found)
+        keyed_prompt = prompt.find(store, salt)
+        answer, explained = _explain(store, keyed_prompt)
+        pages = _with_others(_pages(keyed_prompt, answer, explained), keyed_prompt)
         name = store.name
-    document = _document(name, found, pages, answer, explained)
+    document = _document(name, keyed_prompt, pages, answer, explained)
     if as_json:
         print_json(document)
         return
     if pages:
         headers = ("pages", "tokens", "key of the first", "found", "tiers", "reason or protection")
-        print_table(headers, list(_rows(pages, found.cache.layout.page_tokens)))
+        print_table(headers, list(_rows(pages, keyed_prompt.cache.layout.page_tokens)))
         click.echo()
     click.echo(_summary(document))
     for other in document["elsewhere"]:

@@ -44,10 +44,10 @@ def pages(
     A page in two tiers is listed twice. With a prompt only its stored pages are listed; `lookup` also shows those that
     are not stored.
     """
-    named = prompt.tokens is not None
+    has_prompt = prompt.tokens is not None
     with kvstore.connect(node) as store:
-        keys = prompt.find(store, salt).page_keys() if named else None
-        salt = None if named else salt
+        keys = prompt.find(store, salt).page_keys() if has_prompt else None
+        salt = None if has_prompt else salt
         reply = store.pages(limit, tier=tier, order=order, salt=salt, age_s=age_s, keys=keys, after=after)
         name = store.name
     if as_json:

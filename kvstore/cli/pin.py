@@ -16,7 +16,7 @@ from kvstore.errors import InvalidRequest
 
 @click.command()
 @node_option
-@click.option("--list", "listed", is_flag=True, help="List all pins; takes no prompt.")
+@click.option("--list", "list_pins", is_flag=True, help="List all pins; takes no prompt.")
 @click.option(
     "--ttl", "ttl_s", type=Duration(days_max=30), metavar="DURATION", help="Duration of the pin: 30m, 1h, 2d."
 )
@@ -24,7 +24,7 @@ from kvstore.errors import InvalidRequest
 @prompt_options
 @json_option
 def pin(
-    node: str | None, listed: bool, ttl_s: float | None, salt: str | None, prompt: PromptOptions, as_json: bool
+    node: str | None, list_pins: bool, ttl_s: float | None, salt: str | None, prompt: PromptOptions, as_json: bool
 ) -> None:
     """Protect the stored pages of a prompt from eviction for some time, or list pins.
 
@@ -32,13 +32,13 @@ def pin(
     the daemon, but not a reboot. Pinning the same prompt again changes the end of its pin. All pins together cover at
     most `pins_share_max` of a tier, and those of one tenant three quarters of that.
     """
-    named = prompt.tokens is not None
-    if listed:
-        if named or ttl_s is not None or salt is not None:
+    has_prompt = prompt.tokens is not None
+    if list_pins:
+        if has_prompt or ttl_s is not None or salt is not None:
             raise InvalidRequest("--list", "takes no prompt, --ttl or --salt")
         _list(node, as_json)
         return
-    if not named:
+    if not has_prompt:
         raise InvalidRequest("prompt", f"{NEEDED}; or use --list")
     if ttl_s is None:
         raise InvalidRequest("--ttl", "is needed: a duration such as 30m, 1h or 2d")
@@ -86,16 +86,16 @@ def _row(entry: dict[str, Any]) -> tuple[object, ...]:
 @json_option
 def unpin(node: str | None, number: str | None, salt: str | None, prompt: PromptOptions, as_json: bool) -> None:
     """End a pin: by its ID as `pin --list` shows it, or all pins of a prompt."""
-    named = prompt.tokens is not None
-    if named == (number is not None):
-        reason = "cannot be combined with a prompt" if named else "is needed: the number of a pin, or a prompt"
+    has_prompt = prompt.tokens is not None
+    if has_prompt == (number is not None):
+        reason = "cannot be combined with a prompt" if has_prompt else "is needed: the number of a pin, or a prompt"
         raise InvalidRequest("ID", reason)
     if number is not None and (not number.isdecimal() or not 0 < int(number) < 10**19):
         raise InvalidRequest("ID", f"must be the number of a pin (got {number!r})")
     if number is not None and salt is not None:
         raise InvalidRequest("--salt", "needs a prompt")
     with kvstore.connect(node) as store:
-        reply = store.unpin(keys=prompt.find(store, salt).page_keys()) if named else store.unpin(number)
+        reply = store.unpin(keys=prompt.find(store, salt).page_keys()) if has_prompt else store.unpin(number)
         name = store.name
     if as_json:
         print_json({"node": name, **reply})

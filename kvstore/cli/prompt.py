@@ -153,7 +153,7 @@ def from_list(text: str, option: str = "--tokens") -> Tokens:
             raise InvalidRequest(option, f"must be ids or ascending ranges up to {TOKEN_ID_MAX} (got {part!r})")
         if count > TOKENS_MAX:
             raise InvalidRequest(option, f"must have at most {TOKENS_MAX} tokens")
-    return _checked(np.fromiter(chain.from_iterable(ranges), np.int64, count), option)
+    return _token_array(np.fromiter(chain.from_iterable(ranges), np.int64, count), option)
 
 
 def from_file(path: str, option: str = "--file") -> Tokens:
@@ -162,11 +162,11 @@ def from_file(path: str, option: str = "--file") -> Tokens:
     data = _read(path, option)
     with _ErrorsOf(option, path):
         if data.startswith(b"\x93NUMPY"):
-            return _checked(np.load(io.BytesIO(data), allow_pickle=False), option)
+            return _token_array(np.load(io.BytesIO(data), allow_pickle=False), option)
         if data.lstrip()[:1] not in (b"[", b"{"):
             return from_list(data.decode(), option)
         ids = json.loads(data)
-        return _checked(ids.get("tokens") if isinstance(ids, dict) else ids, option)
+        return _token_array(ids.get("tokens") if isinstance(ids, dict) else ids, option)
 
 
 def from_text(text: str, tokenizer: str | None, special_tokens: bool) -> Tokens:
@@ -174,10 +174,10 @@ def from_text(text: str, tokenizer: str | None, special_tokens: bool) -> Tokens:
     if tokenizer is None:
         raise InvalidRequest("--tokenizer", f"is needed for text: a path, or {BYTES!r} (one id per byte)")
     if tokenizer == BYTES:
-        return _checked(np.frombuffer(text.encode(errors="surrogateescape"), np.uint8), "--text")
+        return _token_array(np.frombuffer(text.encode(errors="surrogateescape"), np.uint8), "--text")
     with _ErrorsOf("--tokenizer", tokenizer):
         encoded = _hugging_face(tokenizer).encode(text, add_special_tokens=special_tokens)
-    return _checked(list(getattr(encoded, "ids", encoded)), "--text")
+    return _token_array(list(getattr(encoded, "ids", encoded)), "--text")
 
 
 def _hugging_face(tokenizer: str) -> Any:
@@ -205,7 +205,7 @@ def _read(path: str, option: str) -> bytes:
     return data
 
 
-def _checked(ids: Any, option: str) -> Tokens:
+def _token_array(ids: Any, option: str) -> Tokens:
     with _ErrorsOf(option, ""):
         tokens = as_tokens(ids)
     if len(tokens) > TOKENS_MAX:
@@ -260,7 +260,7 @@ def find_layout(store: AdminVerbs, layout: str | None, model: str | None) -> Lay
             "--layout", f"is needed: the node has no known layout{which}; give a file or model=...,layers=..."
         )
     if len(known) > 1:
-        listed = ", ".join(f"{each['fingerprint'][:12]} ({_described(each)})" for each in known[:LAYOUTS_SHOWN])
+        listed = ", ".join(f"{each['fingerprint'][:12]} ({_layout_text(each)})" for each in known[:LAYOUTS_SHOWN])
         more = f" and {len(known) - LAYOUTS_SHOWN} more" if len(known) > LAYOUTS_SHOWN else ""
         raise InvalidRequest("--layout", f"must be one of {len(known)} known layouts{which}: {listed}{more}")
     if known[0]["layout"] is None:
@@ -293,7 +293,7 @@ def _pair(part: str) -> tuple[str, int | str]:
     return name, int(value) if is_integer else value
 
 
-def _described(known: dict[str, Any]) -> str:
+def _layout_text(known: dict[str, Any]) -> str:
     layout = known["layout"]
     if layout is None:
         return f"{known['pages']} pages"

@@ -29,10 +29,10 @@ def purge(names: tuple[str, ...], everything: bool, as_json: bool) -> None:
     for name in names:
         check_purge(NodeFolder(shm_dir(), name).path)
     dead = (name for name, alive in list_nodes(shm_dir()) if not alive)
-    chosen = names or tuple(name for name in dead if owned(shm_dir() / f"{PREFIX}{name}"))
-    for name in chosen:
+    purged = names or tuple(name for name in dead if owned(shm_dir() / f"{PREFIX}{name}"))
+    for name in purged:
         purge_folder(shm_dir() / f"{PREFIX}{name}")
     if as_json:
-        print_json({"purged": list(chosen)})
+        print_json({"purged": list(purged)})
     else:
-        click.echo(f"purged {', '.join(chosen)}" if chosen else "nothing to purge")
+        click.echo(f"purged {', '.join(purged)}" if purged else "nothing to purge")

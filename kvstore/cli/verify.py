@@ -71,7 +71,7 @@ def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
     server_of = server_by_node(nodes, entries)
     servers = [server_of[name] for name in sorted(server_of)]
     with ThreadPoolExecutor(min(NODES_AT_ONCE, len(servers)) or 1) as threads:
-        reports = list(threads.map(lambda server: _verified(server, pool, timeout_s), servers))
+        reports = list(threads.map(lambda server: _verify_node(server, pool, timeout_s), servers))
     daemons = {each.name for each in nodes}
     findings = [
         f"{each.name}: the catalog lists no data server, so other nodes cannot read its pages"
@@ -92,7 +92,7 @@ def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
     return 1 if findings else 0
 
 
-def _verified(server: DataEntry, pool: str, timeout_s: float) -> dict[str, Any]:
+def _verify_node(server: DataEntry, pool: str, timeout_s: float) -> dict[str, Any]:
     """Return the replies of a node. ``error`` is the reason why some are missing."""
     report: dict[str, Any] = {"node": server.node, "error": "", "directory": None, "verified": None, "heard": None}
     try:

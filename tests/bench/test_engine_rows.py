@@ -20,7 +20,7 @@ from engine.compute.presets import PRESETS, paced_answer
 from engine.model.request import Usage
 from kvstore.bench.harness import BenchFailed
 from kvstore.bench.rows import ROWS as OWN
-from kvstore.bench.rows import chosen
+from kvstore.bench.rows import select_rows
 from tests.helpers.benchmarks import QUICK_S, run_quick
 from tests.helpers.nursery import of_engines
 
@@ -30,13 +30,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_rows_of_engines_are_added_and_replace_none() -> None:
     names = [row.name for row in ROWS]
     assert len(names) == len(set(names)) and not set(names) & set(OWN)
-    assert {row.name for row in chosen([])} == {*OWN, *names}
-    assert [row.name for row in chosen(["hook_layer", "get_2m"])] == ["get_2m", "hook_layer"]
+    assert {row.name for row in select_rows([])} == {*OWN, *names}
+    assert [row.name for row in select_rows(["hook_layer", "get_2m"])] == ["get_2m", "hook_layer"]
 
 
 def test_rows_of_the_store_load_no_engine() -> None:
-    code = "import sys; from kvstore.bench.rows import chosen; chosen(['get_2m']); print('engine' in sys.modules); "
-    code += "chosen([]); print('torch' in sys.modules)"
+    code = "import sys; from kvstore.bench.rows import select_rows\n"
+    code += "select_rows(['get_2m']); print('engine' in sys.modules); "
+    code += "select_rows([]); print('torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.split() == ["False", "False"]
 

@@ -17,7 +17,7 @@ from kvstore.bench.content import LAYOUTS, BenchWork, Content
 from kvstore.bench.get import Reading
 from kvstore.bench.harness import Bar, BenchFailed, Kind, alternate, medians, quickest, result, speeds
 from kvstore.bench.nvme import LIMITS, PageFinder, RawFile, Scratch, file_system, plan, target_bytes
-from kvstore.bench.rows import ROWS, SIZES, chosen
+from kvstore.bench.rows import ROWS, SIZES, select_rows
 from kvstore.bench.stage import RunSettings, wait_for
 from kvstore.cli.bench import bench
 from kvstore.errors import InvalidRequest
@@ -221,7 +221,7 @@ def test_pages_are_where_the_limit_reads_them(disk_dir: Path) -> None:
             cache.put(each, rows)
         keys = [work.keys(cache, chain) for chain in range(3)]
         with contextlib.closing(PageFinder.of(disk_dir, "bench-where", work.layout)) as where:
-            wait_for(lambda: where.saved([each.hashes[-1] for each in keys]), "not saved", 10)
+            wait_for(lambda: where.are_durable([each.hashes[-1] for each in keys]), "not saved", 10)
             stride = nvme_geometry.stride_bytes(where.frame_class)
             with RawFile(disk_dir / "pages", 8 * stride) as raw:
                 for each, ranges in zip(keys, where.ranges([each.hashes for each in keys]), strict=True):
@@ -241,10 +241,10 @@ def test_plans_are_larger_than_dram(geometry: str) -> None:
 
 
 def test_rows_are_chosen_by_name() -> None:
-    assert [row.name for row in chosen(["put_2m", "keys_128k"])] == ["keys_128k", "put_2m"]
-    assert chosen([])[: len(ROWS)] == list(ROWS.values())  # then those of other packages
+    assert [row.name for row in select_rows(["put_2m", "keys_128k"])] == ["keys_128k", "put_2m"]
+    assert select_rows([])[: len(ROWS)] == list(ROWS.values())  # then those of other packages
     with pytest.raises(InvalidRequest, match="'get_3m'"):
-        chosen(["get_3m"])
+        select_rows(["get_3m"])
 
 
 def test_geometries_and_settings() -> None:
