@@ -105,9 +105,8 @@ class Summary:
 
 def run(steps: Sequence[Step], out: Path, summary: Summary, total_s: float = TOTAL_S) -> list[str]:
     """Run all steps; return the names of the commands that failed or exceeded their limit."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # else commands ignore it after a shell started this one with "&"
+    # Commands inherit an ignored SIGINT if a shell started this one with "&".
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     end_s, failed = time.monotonic() + total_s, list[str]()
     for step in steps:
         remaining_s = end_s - time.monotonic()

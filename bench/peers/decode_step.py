@@ -1,6 +1,6 @@
 """Compares the time of a decode step and of a prefill between our engine and vLLM.
 
-Both run on a CPU, with the same weights and prompts. Each engine is a process that stands still between its turns::
+Both run on a CPU, with the same weights and prompts. Each engine is a process that is stopped between its turns::
 
     .venv/bin/python bench/peers/decode_step.py [--sequences 1,8] [--contexts 128,1024] [--rounds N] [--json]
 """

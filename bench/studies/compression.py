@@ -282,7 +282,7 @@ def logits(stage: Stage, name: str, bar: Bar | None, number: int) -> list[Result
     ]
 
 
-def trained(steps: int, length: int = PROMPT_TOKENS + POSITIONS) -> Model:
+def train_model(steps: int, length: int = PROMPT_TOKENS + POSITIONS) -> Model:
     """Train a byte-level Llama of 2 M parameters for ``steps`` steps, each on two texts of ``length`` tokens from
     Python's standard library.
 
@@ -326,7 +326,7 @@ def one_thread() -> Iterator[None]:
 def trained_logits(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     """Measure the rows of ``logits`` for a model that is trained first."""
     with one_thread():
-        model = trained(TRAINED_STEPS_QUICK if stage.settings.quick else TRAINED_STEPS)
+        model = train_model(TRAINED_STEPS_QUICK if stage.settings.quick else TRAINED_STEPS)
         errors = logit_errors(model, prompt_tokens=192 if stage.settings.quick else PROMPT_TOKENS)
     layout = model.layout(PAGE_TOKENS)
     return [

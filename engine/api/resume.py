@@ -17,7 +17,7 @@ import numpy as np
 from engine.api.wire import Tokens, events_of, submit_request
 from engine.model.request import NO_TOKENS, Finished, Grain, Request, Sampling, Source, Timing, Token, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable
-from kvstore.model.retention import checked
+from kvstore.model.retention import as_ranges
 from kvstore.pb import engine_pb2 as pb
 
 Prompt = str | Sequence[int] | Tokens
@@ -62,7 +62,7 @@ def user_request(prompt: Prompt, **arguments: Any) -> Request:
     if arguments.get("prefill") is not None:
         arguments["prefill"] = tuple(arguments["prefill"])
     if "retention" in arguments:
-        arguments["retention"] = checked(arguments["retention"])
+        arguments["retention"] = as_ranges(arguments["retention"])
     fields = {"id": uuid.uuid4().hex, **arguments, "tokens": _tokens(prompt), "sampling": Sampling(**sampling)}
     return Request(**fields, text=prompt if isinstance(prompt, str) else "")
 

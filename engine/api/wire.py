@@ -32,7 +32,7 @@ from engine.model.request import (
     Usage,
 )
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.model.retention import checked
+from kvstore.model.retention import as_ranges
 from kvstore.pb import engine_pb2 as pb
 from kvstore.wire.grpc import retention_messages, retention_of
 
@@ -134,7 +134,7 @@ def request_of(message: pb.SubmitRequest, salt: str, deadline_s: float) -> Reque
         grain=_choice(Grain, "grain", message.grain),
         use_pool=not message.no_pool,
         allow_lossy=message.allow_lossy,
-        retention=checked(retention_of(message.retention)),
+        retention=as_ranges(retention_of(message.retention)),
     )
     tokens = _tokens_of(message)
     return request if tokens is None else tokenized(request, tokens)

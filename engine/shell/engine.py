@@ -60,7 +60,7 @@ from kvstore.client.store import Store
 from kvstore.device.base import DeviceLost
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
 from kvstore.model.layout import Layout
-from kvstore.model.retention import checked
+from kvstore.model.retention import as_ranges
 
 
 def memory_frames(
@@ -114,7 +114,7 @@ def check_request(request: Request, model: Model, rules: Rules, answers: bool) -
         raise InvalidRequest("tokens", f"{total} tokens do not fit the arena of {rules.tokens_max}")
     if request.adapter:
         raise InvalidRequest("adapter", f"this engine does not support adapters (got {request.adapter!r})")
-    checked(request.retention)
+    as_ranges(request.retention)
     if not 0 < request.deadline_s < 1e6:
         raise InvalidRequest("deadline_s", f"must be positive seconds (got {request.deadline_s!r})")
 

@@ -23,7 +23,7 @@ EXTENT_BYTES_QUICK = 16 * MIB
 SHARE_OF_FREE = 0.4  # the share of free memory that one node may use
 SETTLE_S = 60.0
 SCRATCH_DIR = Path("/var/tmp")  # on a disk; /tmp is in memory on many machines
-WORN_BY = (23, 5)  # pages per chain of the two writers in ``Stage._wear``
+WRITER_CHAIN_PAGES = (23, 5)  # pages per chain of the two writers in ``Stage._wear``
 
 _numbers = itertools.count(1)
 
@@ -60,8 +60,9 @@ class RunSettings:
         target_bytes = 128 * MIB if self.quick else max(GIB, 3 * l3_bytes())
         return self.bounded(target_bytes) // self.extent_bytes * self.extent_bytes
 
-    def bounded(self, wanted_bytes: int) -> int:
-        """Return ``wanted_bytes``, or the share of this machine's free memory that one node may use, if that is less.
+    def bounded(self, requested_bytes: int) -> int:
+        """Return ``requested_bytes``, or the share of this machine's free memory that one node may use, if that is
+        less.
 
         Raises:
             BenchFailed: almost no memory is free.
@@ -70,7 +71,7 @@ class RunSettings:
         allowed = int(free * SHARE_OF_FREE)
         if allowed < 128 * MIB:
             raise BenchFailed(f"{self.shm_dir} and memory have {free >> 20} MiB free; a benchmark needs 320 MiB")
-        return min(wanted_bytes, allowed)
+        return min(requested_bytes, allowed)
 
 
 def free_bytes(shm_dir: Path) -> int:
@@ -133,8 +134,8 @@ class Stage:
     def _wear(self, daemon: Daemon, work: BenchWork) -> None:
         """Let two processes put twice as many pages as fit, both at the same time."""
         with ExitStack() as scene:
-            writers = [scene.enter_context(PeerProcess(daemon.name, self.settings.shm_dir)) for _ in WORN_BY]
-            for seed, (writer, pages) in enumerate(zip(writers, WORN_BY, strict=True), start=2):
+            writers = [scene.enter_context(PeerProcess(daemon.name, self.settings.shm_dir)) for _ in WRITER_CHAIN_PAGES]
+            for seed, (writer, pages) in enumerate(zip(writers, WRITER_CHAIN_PAGES, strict=True), start=2):
                 chains = work.chains * work.pages // pages
                 writer.send("write", work=BenchWork(work.geometry, seed, chains, pages).to_json())
             for writer in writers:
@@ -155,7 +156,7 @@ class Stage:
         daemon = scene.enter_context(Daemon(name, size_bytes, self.settings.shm_dir, extent_bytes, settings))
         daemon.start()
         with connect(name) as store:
-            wait_for(lambda: _populated(store), f"{name}: memory is not populated")
+            wait_for(lambda: _is_populated(store), f"{name}: memory is not populated")
         return daemon
 
     def write(self, daemon: Daemon, work: BenchWork) -> float:
@@ -184,7 +185,7 @@ class Stage:
         self.clear()
 
 
-def _populated(store: Store) -> bool:
+def _is_populated(store: Store) -> bool:
     dram = store.stats()["tiers"]["dram"]
     return bool(dram["populated_bytes"] + dram.get("failed_bytes", 0) >= dram["capacity_bytes"])
 

@@ -87,7 +87,7 @@ class Search:
     ) -> None:
         self._keys, self._first, self._nodes, self._closed, self._turn = keys, first, nodes, closed, turn
         self._spans = spans_between(first, len(keys))
-        self._names, self._lasts = self._spans.named(keys)
+        self._names, self._lasts = self._spans.names_and_lasts(keys)
         self._members, self._spans_of = placement.nodes, owned_spans(placement, self._names)
         self._older = older
         self._second = False  # whether the second owners of spans in doubt were asked

@@ -64,7 +64,7 @@ def veil_of(secret: bytes, root: bytes) -> int:
     return int.from_bytes(digest, "little")
 
 
-def tagged(links: list[bytes], tag: bytes) -> list[bytes]:
+def apply_tag(links: list[bytes], tag: bytes) -> list[bytes]:
     """Return the keys of pages with these links under ``tag``. Keys that already have the tag do not change."""
     if len(links) < ARRAY_PAGES:
         return [link[:-TAG_BYTES] + tag for link in links]
@@ -193,7 +193,7 @@ class Keys:
         self.links = links
         self.tag = tag
         self.parent = before[:-TAG_BYTES] + tag if tag and before != root else before
-        self.hashes = tagged(links, tag) if tag else links
+        self.hashes = apply_tag(links, tag) if tag else links
         self.tokens = tokens
         self.extras = extras
         self.hints = hints
@@ -269,7 +269,7 @@ class Keys:
         if self.chain is None:
             return None
         links = self.chain[0][: self.chain[1]]
-        return tagged(links, self.tag) if self.tag else links
+        return apply_tag(links, self.tag) if self.tag else links
 
     def roots_and_extras(self, start: int, stop: int) -> bytes:
         """Return root and extra of pages ``start`` to ``stop``, 32 bytes each: the part of an identity row between key
@@ -352,15 +352,15 @@ class SpanRange:
     lasts: tuple[int, ...]
 
     @cached_property
-    def _names_and_lasts(self) -> itemgetter[Any]:
+    def _getter(self) -> itemgetter[Any]:
         return itemgetter(*self.starts, *self.lasts)
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    def named(self, keys: list[bytes]) -> tuple[Fingerprints, Fingerprints]:
+    def names_and_lasts(self, keys: list[bytes]) -> tuple[Fingerprints, Fingerprints]:
         """Return the names of the spans, and the fingerprints of ``lasts``. ``keys`` has the whole chain."""
-        both = fingerprints(b"".join(self._names_and_lasts(keys)))
+        both = fingerprints(b"".join(self._getter(keys)))
         return both[: len(self)], both[len(self) :]
 
 

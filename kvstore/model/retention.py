@@ -83,8 +83,8 @@ def ttl_s_of(hint: int) -> int | None:
     return 2 << exponent if exponent else None
 
 
-def checked(retention: Retention | Sequence[Retention], ranges_max: int = RANGES_MAX) -> tuple[Retention, ...]:
-    """Return a caller's ``retention`` as ranges.
+def as_ranges(retention: Retention | Sequence[Retention], ranges_max: int = RANGES_MAX) -> tuple[Retention, ...]:
+    """Return a caller's ``retention`` as a tuple of ranges.
 
     Raises:
         InvalidRequest: the type is wrong, or there are too many ranges.
@@ -101,9 +101,9 @@ def hints_of(
     retention: Retention | Sequence[Retention], pages: int, page_tokens: int, ranges_max: int = RANGES_MAX
 ) -> bytes:
     """Return the hint of each page, one byte per page; empty if no page has a hint. Where ranges overlap, the later one
-    counts. Raises as ``checked``."""
+    counts. Raises as ``as_ranges``."""
     hints = bytearray(pages)
-    for part in checked(retention, ranges_max):
+    for part in as_ranges(retention, ranges_max):
         first = part.start // page_tokens  # the first page whose last token is at or after ``start``
         stop = pages if part.stop is None else min(pages, part.stop // page_tokens)
         if first < stop:

@@ -15,7 +15,7 @@ import pytest
 import kvstore
 from kvstore import Layout, Store
 from kvstore.errors import InvalidRequest
-from kvstore.model.prefix import ARRAY_PAGES, TAG_BYTES, tag_of, tagged
+from kvstore.model.prefix import ARRAY_PAGES, TAG_BYTES, apply_tag, tag_of
 from kvstore.shm.folder import NodeFolder, new_secret, purge, read_secret
 from kvstore.shm.header import Header
 from kvstore.tier.nvme.disk import BLOCK_BYTES
@@ -89,11 +89,11 @@ def test_tags_tell_roots_apart_and_leave_keys_alone() -> None:
     tag = tag_of(secret, root)
     assert len(tag) == TAG_BYTES and tag != tag_of(secret, root[::-1]) and tag != tag_of(new_secret(), root)
     assert tag == tag_of(secret, root)
-    keys = tagged([root, root[::-1]], tag)
-    assert keys == [root[:8] + tag, root[::-1][:8] + tag] == tagged(keys, tag)
+    keys = apply_tag([root, root[::-1]], tag)
+    assert keys == [root[:8] + tag, root[::-1][:8] + tag] == apply_tag(keys, tag)
     many = [new_secret() for _ in range(2 * ARRAY_PAGES)]
-    assert tagged(many, tag) == [link[:8] + tag for link in many]
-    assert tagged(many, b"\0" * 8) == [link[:8] + b"\0" * 8 for link in many]
+    assert apply_tag(many, tag) == [link[:8] + tag for link in many]
+    assert apply_tag(many, b"\0" * 8) == [link[:8] + b"\0" * 8 for link in many]
 
 
 def test_without_nvme_it_lasts_as_long_as_the_memory(opened: Open, tmp_path: Path) -> None:
