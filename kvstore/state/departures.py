@@ -1,8 +1,9 @@
-"""Departures: how a page leaves its tier. Which one does, and why, others decide (``space``, ``quotas``, ...).
+"""Departures: how a page leaves its tier. Other parts decide which page leaves, and why (``space``, ``quotas``).
 
-Only a page that nothing hangs on leaves. Where there is a tier below it is saved there first, or is not worth it::
+Only a page without children leaves. If there is a tier below, the page is saved there first, unless it is not worth a
+write::
 
-    may_leave? ──yes──> leave, for each page of a decision ──> left: written down, once
+    may_leave? ──yes──> leave, for each page of a decision ──> finish: write the instructions, once
               └──no───> set aside in ``ClassPool.unsaved``, until it is saved
 """
 
@@ -20,52 +21,56 @@ from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.interfaces import ChainRun
 from kvstore.state.tier_pages import SEALED, Leaving, TierPages, Vacated
 
-RUN_MAX = 64  # pages of a chain that leave together
+RUN_MAX = 64  # pages of a chain that may leave together
 
 
-class Below(Protocol):
-    """The tier below, as a tier needs it."""
+class TierBelow(Protocol):
+    """The part of the tier below that a tier needs."""
 
     def may_leave(self, pool: ClassPool, key: bytes, page: Page) -> bool:
-        """The page is saved there, or not worth it, or cannot be; otherwise it has to be saved first."""
+        """Return True if the page is saved below, is not worth a write, or cannot be saved."""
         ...
 
     def find_in(self, root: bytes, key: bytes) -> Address | None:
-        """Its copy of the page."""
+        """Return the address of the page's copy below; None if there is none."""
         ...
 
-    def coming(self, pool: ClassPool) -> bool:
-        """Pages of this class wait for being saved, or are on their way: frames may be free soon."""
+    def is_saving(self, pool: ClassPool) -> bool:
+        """Return True if pages of this class wait for a save or are being copied: frames may be free soon."""
         ...
 
-    def held(self) -> list[Address]:
-        """Pages that may not leave while they, or what will hang on them, are on their way."""
+    def held_pages(self) -> list[Address]:
+        """Return the pages that may not leave while they, or pages that will follow them, are being copied."""
         ...
 
 
 class Departures:
-    """How a page leaves its tier. Part of ``Space``.
+    """The removal of pages from a tier. Part of ``Space``.
 
     Attributes:
-        below: the tier that pages are saved to before they leave; None: those that leave are gone.
-        ages: pages that left, by the bit length of the whole seconds since their last use; ``ages_sum_s`` of them all.
-        waiting: in this event frames were short that may be free soon, when pages on their way have arrived.
+        below: the tier that pages are saved to before they leave; None: pages that leave are lost.
+        ages: number of pages that left, by the bit length of the whole seconds since their last use.
+        ages_sum_s: sum of these seconds over all pages that left.
+        waiting: this event found too few frames, and more may be free soon, once copies or erasures have ended.
     """
 
     def __init__(self, pages: TierPages) -> None:
         self.pages = pages
-        self.below: Below | None = None
+        self.below: TierBelow | None = None
         self.ages: Counter[int] = Counter()
         self.ages_sum_s = 0
         self.waiting = False
 
-    def leaving(self) -> Leaving:
-        """Pages that leave by one decision, none yet."""
+    def new_batch(self) -> Leaving:
+        """Return an empty batch of pages that leave by one decision."""
         return Leaving(Vacated(), [], [], [], [])
 
     def leave(self, extent: Extent, frame: int, leaving: Leaving, most: int = 1) -> int:
-        """This page leaves, that nothing hangs on and no lease holds; and with it pages before it in its chain, as many
-        as the policy says, up to ``most`` in all. ``left`` has to follow. Returns how many left."""
+        """Remove a page that has no children and no lease, and return how many pages left.
+
+        Earlier pages of its chain leave with it, as many as the policy says, ``most`` pages in all. The caller has to
+        call ``finish`` afterwards.
+        """
         pages, pool = self.pages, extent.pool
         run = self._run(extent, frame, most) if most > 1 else None
         if run is None:
@@ -97,8 +102,11 @@ class Departures:
         return count
 
     def _run(self, extent: Extent, frame: int, most: int) -> ChainRun | None:
-        """The records of this page, last, and of pages before it in its chain, in the frames before it, that nothing
-        but the next one hangs on and no lease holds; at most ``most``. None where there is no such page before it."""
+        """Return the records of this page and of pages before it in its chain; the page itself comes last.
+
+        The earlier pages are in the frames just before it, have no other child, and no lease; the result has at most
+        ``most`` pages. Return None if there is no such earlier page.
+        """
         pages, number, before = self.pages, extent.number, frame - 1
         if before < 0 or extent.children[before] != 1 or extent.state[before] != SEALED or pages.moved:
             return None
@@ -109,15 +117,15 @@ class Departures:
         keys, parents = run.keys[:-KEY_BYTES], run.parents[KEY_BYTES:]
         if keys != parents:
             ends = range(len(keys), 0, -KEY_BYTES)
-            linked = (keys[end - KEY_BYTES : end] == parents[end - KEY_BYTES : end] for end in ends)
-            count = next(back for back, follows in enumerate(linked) if not follows)
+            is_linked = (keys[end - KEY_BYTES : end] == parents[end - KEY_BYTES : end] for end in ends)
+            count = next(back for back, linked in enumerate(is_linked) if not linked)
         if len(pages.leases):
-            held = (back for back in range(count) if pages.leases.holds(number, before - back))
-            count = next(held, count)
+            leased = (back for back in range(count) if pages.leases.holds(number, before - back))
+            count = next(leased, count)
         if self.below is not None:
             slots = range(extent.slot_base + before, extent.slot_base + before - count, -1)
-            kept = (back for back, slot in enumerate(slots) if not self._may_leave(extent.pool, slot))
-            count = next(kept, count)
+            unsaved = (back for back, slot in enumerate(slots) if not self._may_leave(extent.pool, slot))
+            count = next(unsaved, count)
         first = len(run.standings) - 1 - count
         return (
             run._replace(
@@ -128,7 +136,7 @@ class Departures:
         )
 
     def _leave_run(self, extent: Extent, frame: int, run: ChainRun) -> tuple[list[bytes], list[int]]:
-        """The keys and last uses of the pages that the policy lets go, the last of the chain first."""
+        """Remove the pages that the policy gives up. Return their keys and last uses, last page of the chain first."""
         last = extent.slot_base + frame
         keys = [run.keys[start : start + KEY_BYTES] for start in range(0, len(run.keys), KEY_BYTES)]
         tail = Tail(
@@ -141,8 +149,10 @@ class Departures:
         return keys[first:][::-1], run.used_ns[first:][::-1]
 
     def _before(self, extent: Extent, frame: int, key: bytes) -> Address | None:
-        """The page of that key, on which one in ``frame`` hangs, where it is just before that one, as it usually is:
-        the index need not be asked."""
+        """Return the page of ``key``, the parent of the page in ``frame``, if it is in the frame before.
+
+        It usually is, and then the index need not be asked. Return None otherwise.
+        """
         before = frame - 1
         if self.pages.moved or before < 0 or extent.state[before] != SEALED or not extent.children[before]:
             return None
@@ -150,20 +160,20 @@ class Departures:
             return None
         return Address(extent.number, before, extent.generation[before])
 
-    def left(self, leaving: Leaving, reason: str, out: list[do.Instruction]) -> None:
-        """Write down what ``leave`` decided."""
+    def finish(self, leaving: Leaving, reason: str, out: list[do.Instruction]) -> None:
+        """Write the instructions for the pages that ``leave`` has removed."""
         copies = leaving.copies
         if copies:
             out.append(do.WriteUse([copy for copy, _ in copies], [used_ns for _, used_ns in copies]))
             self.pages.counters["demoted"] += len(copies)
         if leaving.keys:
-            self.pages.vacated(leaving.vacated, out)
-            self.waiting |= bool(leaving.vacated.wiped)
+            self.pages.write_vacated(leaving.vacated, out)
+            self.waiting |= bool(leaving.vacated.to_erase)
             out.append(do.Unindex(leaving.keys, self.pages.tier, "evicted", reason, leaving.roots, leaving.spans))
             self.pages.counters[f"evicted_{reason}"] += len(leaving.keys) - len(copies)
 
     def may_leave(self, pool: ClassPool, slot: int) -> bool:
-        """A page that nothing hangs on may leave at once; otherwise it is set aside to be saved first."""
+        """Return True if a page without children may leave at once. Otherwise set it aside, to be saved first."""
         if self.below is None or slot in pool.ready:
             return True
         if slot not in pool.unsaved and not self._may_leave(pool, slot):

@@ -1,6 +1,7 @@
-"""Spans: which one each sealed page of a tier is in, see ``model.prefix``. ``Extent.span`` has them, 8 bytes a page.
+"""Spans of stored pages (see ``model.prefix``): which span each sealed page of a tier is in.
 
-No record has them: a page's span is its parent's, or begins with it, so a start finds all of them from the chains.
+``Extent.span`` stores them, 8 bytes a page. No record does: a page is in its parent's span or begins a new one, so a
+start computes all spans from the chains.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from kvstore.model.replica import POSITION_MAX, Address
 from kvstore.state.frames import ClassPool, Segment
 from kvstore.state.prefix_links import Links
 
-ROUNDS_MAX = POSITION_MAX.bit_length() + 1  # each doubles how far up a chain one looks
+ROUNDS_MAX = POSITION_MAX.bit_length() + 1  # each round doubles the distance up the chain
 
 
 def spans_at(segment: Segment, addresses: Iterable[Address]) -> list[int]:
-    """The spans of these pages."""
+    """Return the spans of these pages."""
     return [segment.extents[number].span[frame] for number, frame, _ in addresses]
 
 
 def spans_after(
     segment: Segment, parent: Address | None, keys: list[bytes], position: int, pool: ClassPool
 ) -> list[int]:
-    """The spans of new pages, consecutive from that position of a chain on, behind ``parent``."""
+    """Return the spans of new consecutive pages after ``parent``, the first of them at ``position`` of its chain."""
     if is_object_class(pool.frame_class):
         return [fingerprint(key) for key in keys]
     before = segment.extents[parent.extent].span[parent.frame] if parent is not None else 0
@@ -34,7 +35,7 @@ def spans_after(
 
 
 def find_spans(segment: Segment, links: Links) -> None:
-    """For start: those of all pages that are linked."""
+    """Compute the spans of all linked pages at a start, and store them."""
     spans = spans_by_chain(segment, links)
     for number, extent in segment.extents.items():
         mine = links.extents == number
@@ -42,7 +43,7 @@ def find_spans(segment: Segment, links: Links) -> None:
 
 
 def spans_by_chain(segment: Segment, links: Links) -> Fingerprints:
-    """The span of each linked page, from its place in its chain."""
+    """Return the span of each linked page, from its place in its chain."""
     count = len(links.parent)
     itself = np.arange(count)
     up = np.where(links.parent >= 0, links.parent, itself)

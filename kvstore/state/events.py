@@ -1,4 +1,4 @@
-"""Events that a node handles. The instructions that follow are in ``instructions``."""
+"""Events that a node handles. Each decision returns a list of ``instructions``."""
 
 from __future__ import annotations
 
@@ -16,70 +16,79 @@ ClassOf = Callable[[Address], FrameClass | None]
 """The class of the frame at an address; None where there is no such frame."""
 
 
-class Happening:
-    """What every event is.
+class BaseEvent:
+    """Base of all events.
 
     Attributes:
-        joins: what was decided just before is not performed yet: it will be with this, at once.
+        joins: the instructions of the event before are not performed yet; they are performed together with this one's.
     """
 
     __slots__ = ()
     joins = False
 
     def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
-        """The class and number of frames that the decision may take where clients write; None: it takes none.
+        """Return the class and number of frames that the decision may take in the first tier; None if it takes none.
 
-        Their memory is had before the decision, see ``node.node``.
+        Their memory is allocated before the decision, see ``node.node``.
         """
         return None
 
 
 @dataclass(slots=True)
-class SessionOpened(Happening):
-    """A client said hello (again, after a restart of the daemon)."""
+class SessionOpened(BaseEvent):
+    """A client has registered its session, possibly again after a restart of the daemon."""
 
     now_ns: int
     session: int
 
 
 @dataclass(slots=True)
-class ConnectionLost(Happening):
-    """A client's connection ended; its process may live on."""
+class ConnectionLost(BaseEvent):
+    """A client's connection has ended; its process may still be alive."""
 
     now_ns: int
     session: int
 
 
 @dataclass(slots=True)
-class SessionDead(Happening):
-    """A client's session lock is free: its process is gone and can write nothing more."""
+class SessionDead(BaseEvent):
+    """A client's session lock is free: its process has ended and cannot write any more."""
 
     now_ns: int
     session: int
 
 
 @dataclass(slots=True)
-class Grant(Happening):
-    """Frames wanted ahead of need, not bound to keys yet."""
+class Grant(BaseEvent):
+    """A client asks for frames that are not bound to keys yet.
+
+    Attributes:
+        ahead: the frames are not needed now, so that only a small share of the class may be granted.
+        anchor: key of the page that the new pages will follow. It is not evicted to make room for them.
+        since: neither is the last page that the session has sealed under a ``number`` from this one on; 0: no page.
+        root: root of the pages to come. Its tenant is charged with the frames now; if it is empty, at the seal.
+    """
 
     now_ns: int
     session: int
     frame_class: FrameClass
     count: int
-    ahead: bool = False  # beyond what is needed now: only a small share of the class
-    anchor: bytes = b""  # key of the page that the new ones will hang on: not to be evicted for them
-    since: int = 0  # nor the last page that the session sealed under a ``number`` from this one on; 0: under none
-    root: bytes = b""  # of the pages that are to come: its tenant is charged with the frames; nothing: when they come
+    ahead: bool = False
+    anchor: bytes = b""
+    since: int = 0
+    root: bytes = b""
 
     def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
-        """See ``Happening``."""
+        """Return the requested frames."""
         return self.frame_class, self.count
 
 
 @dataclass(slots=True)
-class Begin(Happening):
-    """Consecutive pages of one chain are being written into these granted frames, layer by layer: readers may follow.
-    Until they are sealed, given up, or ``ttl_ns`` have passed."""
+class Begin(BaseEvent):
+    """A client announces consecutive pages of one chain that it writes into these granted frames, layer by layer.
+
+    Readers may follow the pages until they are sealed or given up, or until ``ttl_ns`` have passed.
+    """
 
     now_ns: int
     session: int
@@ -91,8 +100,17 @@ class Begin(Happening):
 
 
 @dataclass(slots=True)
-class SealGranted(Happening):
-    """Consecutive pages of one chain were written into granted frames. ``rows`` are identity rows ``[n, ...]``."""
+class SealGranted(BaseEvent):
+    """Consecutive pages of one chain were written into granted frames.
+
+    Attributes:
+        rows: identity rows ``[n, ...]``.
+        continues: the pages continue a put whose first pages came before; they do not come from a later request.
+        replaces: for the head of an object, the head that it replaces; all zero: none. None: not an object.
+        hints: how long each page is worth keeping (``kvstore.model.retention``), or empty.
+        number: increasing number of what the session published, see ``Grant.since``; 0: sent, not published.
+        joins: only for published events: the event before was another of these, or one of ``mounts``.
+    """
 
     now_ns: int
     session: int
@@ -101,17 +119,19 @@ class SealGranted(Happening):
     addresses: list[Address]
     rows: Rows
     checksums: npt.NDArray[np.uint32] | None = None
-    continues: bool = False  # more of a put whose first pages came before, not a later request
-    replaces: Address | None = None  # it is the head of an object, and replaces this one; all zero: none
-    hints: bytes = b""  # of each page how long it is worth keeping (``kvstore.model.retention``); or nothing
-    number: int = 0  # of what the session published, growing: see ``Grant.since``; 0: it was sent
-    joins: bool = False  # only what is published may have been decided just before: others of these, and of ``mounts``
+    continues: bool = False
+    replaces: Address | None = None
+    hints: bytes = b""
+    number: int = 0
+    joins: bool = False
 
 
 @dataclass(slots=True)
-class SealObjects(Happening):
-    """Whole objects of one root were written into granted frames: of each its pieces, then its head. ``rows`` are
-    identity rows ``[n, ...]``; ``replaces``: for a head the one that it replaces, all zero: none."""
+class SealObjects(BaseEvent):
+    """Whole objects of one root were written into granted frames: for each object its pieces, then its head.
+
+    ``rows`` are identity rows ``[n, ...]``. ``replaces`` has for each head the one that it replaces, or all zero.
+    """
 
     now_ns: int
     session: int
@@ -124,16 +144,16 @@ class SealObjects(Happening):
 
 
 @dataclass(slots=True)
-class Delete(Happening):
-    """Objects whose heads are at these addresses are deleted, from all tiers."""
+class Delete(BaseEvent):
+    """Delete the objects with heads at these addresses from all tiers."""
 
     now_ns: int
     addresses: list[Address]
 
 
 @dataclass(slots=True)
-class Reserve(Happening):
-    """Frames for consecutive pages of one chain, to be written by ``shards`` writers of one group."""
+class Reserve(BaseEvent):
+    """Reserve frames for consecutive pages of one chain, to be written by ``shards`` writers of one group."""
 
     now_ns: int
     session: int
@@ -144,15 +164,15 @@ class Reserve(Happening):
     ttl_ns: int
     parent: bytes
     rows: Rows
-    hints: bytes = b""  # as of ``SealGranted``
+    hints: bytes = b""  # as in ``SealGranted``
 
     def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
-        """See ``Happening``."""
+        """Return one frame per page."""
         return self.frame_class, len(self.rows)
 
 
 @dataclass(slots=True)
-class Seal(Happening):
+class Seal(BaseEvent):
     """One shard has written its part of these reserved pages."""
 
     now_ns: int
@@ -162,18 +182,18 @@ class Seal(Happening):
 
 
 @dataclass(slots=True)
-class Revoke(Happening):
-    """A writer gives frames back unsealed, and will not write into them again."""
+class Revoke(BaseEvent):
+    """A writer gives up frames without sealing them, and does not write into them again."""
 
     now_ns: int
     session: int
     addresses: list[Address]
-    shard: int | None = None  # of reserved ones; None: all that are this session's
+    shard: int | None = None  # give up only this shard of reserved pages; None: all shards of the session
 
 
 @dataclass(slots=True)
-class TakeLease(Happening):
-    """Keep these pages' frames until ``now_ns + ttl_ns``."""
+class TakeLease(BaseEvent):
+    """Keep the frames of these pages until ``now_ns + ttl_ns``."""
 
     now_ns: int
     session: int
@@ -183,7 +203,7 @@ class TakeLease(Happening):
 
 
 @dataclass(slots=True)
-class RenewLease(Happening):
+class RenewLease(BaseEvent):
     """Move a lease's deadline."""
 
     now_ns: int
@@ -193,7 +213,7 @@ class RenewLease(Happening):
 
 
 @dataclass(slots=True)
-class ReleaseLease(Happening):
+class ReleaseLease(BaseEvent):
     """End a lease now."""
 
     now_ns: int
@@ -202,10 +222,10 @@ class ReleaseLease(Happening):
 
 
 @dataclass(slots=True)
-class Damaged(Happening):
-    """Something about this sealed page does not hold. It and its descendants must go.
+class Damaged(BaseEvent):
+    """A sealed page was found damaged. It and its descendants must be dropped.
 
-    ``key`` is what the index calls it: the record itself may be what is damaged.
+    ``key`` is the page's key in the index, because the record itself may be damaged.
     """
 
     now_ns: int
@@ -215,7 +235,7 @@ class Damaged(Happening):
 
 
 @dataclass(slots=True)
-class Stamped(Happening):
+class Stamped(BaseEvent):
     """The checksums of this sealed page were computed."""
 
     now_ns: int
@@ -224,8 +244,8 @@ class Stamped(Happening):
 
 
 @dataclass(slots=True)
-class Evict(Happening):
-    """An operator wants space: that many pages or bytes, coldest first."""
+class Evict(BaseEvent):
+    """Evict that many pages or bytes for an operator, coldest first."""
 
     now_ns: int
     pages: int = 0
@@ -233,10 +253,10 @@ class Evict(Happening):
 
 
 @dataclass(slots=True)
-class EvictChosen(Happening):
-    """An operator wants these pages of one tier to leave: leaves first, children before their parents.
+class EvictChosen(BaseEvent):
+    """Evict these pages of one tier for an operator. The addresses come leaves first, children before their parents.
 
-    ``save``: of DRAM only what the tier below has, or would not take; the rest is set aside to be saved.
+    ``save``: of DRAM, evict only pages that the tier below has, or would not take; set the others aside to be saved.
     """
 
     now_ns: int
@@ -245,9 +265,13 @@ class EvictChosen(Happening):
 
 
 @dataclass(slots=True)
-class Demote(Happening):
-    """Decide what to save to ``tier`` now: at most ``bytes_max``; of today's writes there ``day_bytes_left``
-    are not counted as done."""
+class Demote(BaseEvent):
+    """Decide what to save to ``tier`` now.
+
+    Attributes:
+        bytes_max: limit of the batch.
+        day_bytes_left: bytes that may still be written today, according to the writes that are counted as done.
+    """
 
     now_ns: int
     tier: Tier
@@ -256,12 +280,11 @@ class Demote(Happening):
 
 
 @dataclass(slots=True)
-class SaveAll(Happening):
-    """The first tier is about to go: decide what to save next of all that is only there, as ``Demote``, hottest chains
-    first.
+class SaveAll(BaseEvent):
+    """The first tier is about to be lost: decide what to save next of the pages that only it has, hottest chains first.
 
-    The reply's detail tells how many ``chains`` have not been looked at, or not to their end; how many batches are
-    ``under_way``, and whether one was ``begun`` now. Nothing is left to save where ``chains`` and ``under_way`` are 0.
+    The reply's detail has the number of ``chains`` that are not fully looked at, the number of batches ``under_way``,
+    and whether a batch has ``begun`` now. Nothing is left to save once ``chains`` and ``under_way`` are 0.
     """
 
     now_ns: int
@@ -270,10 +293,12 @@ class SaveAll(Happening):
 
 
 @dataclass(slots=True)
-class Saved(Happening):
-    """A ``Save`` was carried out and what it wrote is durable. ``failed``: why a page was not written, by its place.
+class Saved(BaseEvent):
+    """A ``Save`` was performed, and what it wrote is durable.
 
-    ``heads`` ``[pages, 48]`` are the identity heads (key, root, extra) of what was written.
+    Attributes:
+        heads: ``[pages, 48]``, the identity heads (key, root, extra) of the pages that were written.
+        failed: by place in the batch, why a page was not written.
     """
 
     now_ns: int
@@ -283,8 +308,8 @@ class Saved(Happening):
 
 
 @dataclass(slots=True)
-class Prefetch(Happening):
-    """Pages of one chain, in order, are wanted in the tier above; ``hint``: they were just read."""
+class Prefetch(BaseEvent):
+    """Load these pages of one chain, in order, into the tier above. ``hint``: they were only read, not requested."""
 
     now_ns: int
     session: int
@@ -292,25 +317,25 @@ class Prefetch(Happening):
     hint: bool = False
 
     def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
-        """See ``Happening``."""
+        """Return one frame per page."""
         frame_class = class_of(self.addresses[0]) if self.addresses else None
         return (frame_class, len(self.addresses)) if frame_class is not None else None
 
 
 @dataclass(slots=True)
-class Loaded(Happening):
-    """A ``Load`` was carried out: ``rows`` and ``checksums`` of the pages read, ``[pages, ...]``; see ``Saved``."""
+class Loaded(BaseEvent):
+    """A ``Load`` was performed. ``rows`` and ``checksums`` are those of the pages that were read, ``[pages, ...]``."""
 
     now_ns: int
     number: int
     rows: Rows
     checksums: npt.NDArray[np.uint32]
-    failed: dict[int, str]
+    failed: dict[int, str]  # by place in the batch, why a page was not loaded
 
 
 @dataclass(slots=True)
-class Carried(Happening):
-    """A ``Carry`` was carried out; see ``Saved``. What is in ``failed`` is where it was."""
+class Carried(BaseEvent):
+    """A ``Carry`` was performed. Pages in ``failed`` are still at their old place, see ``Saved``."""
 
     now_ns: int
     number: int
@@ -318,8 +343,8 @@ class Carried(Happening):
 
 
 @dataclass(slots=True)
-class Erased(Happening):
-    """An ``Erase`` was carried out, but for the places in ``failed``, whose device takes no more writes."""
+class Erased(BaseEvent):
+    """An ``Erase`` was performed. Places in ``failed`` were not erased: their device accepts no more writes."""
 
     now_ns: int
     number: int
@@ -327,10 +352,10 @@ class Erased(Happening):
 
 
 @dataclass(slots=True)
-class Adopt(Happening):
-    """Pages that a start found on the disk, in frames that wait QUARANTINED; parents before their children.
+class Adopt(BaseEvent):
+    """A start has found these pages on disk, in frames that wait QUARANTINED; parents come before their children.
 
-    ``heads`` ``[pages, 48]``; the addresses have the generations that the pages were written under.
+    ``heads`` are ``[pages, 48]``. The addresses have the generations under which the pages were written.
     """
 
     now_ns: int
@@ -341,16 +366,16 @@ class Adopt(Happening):
 
 
 @dataclass(slots=True)
-class Adopted(Happening):
-    """Everything that was found in this extent has been offered: what is left holds nothing."""
+class Adopted(BaseEvent):
+    """All pages that were found in this extent have been offered: the remaining frames hold no page."""
 
     now_ns: int
     extent: int
 
 
 @dataclass(slots=True)
-class TierFailed(Happening):
-    """The device behind these positions of a tier takes no more writes."""
+class TierFailed(BaseEvent):
+    """The device behind these positions of a tier accepts no more writes."""
 
     now_ns: int
     tier: Tier
@@ -358,8 +383,8 @@ class TierFailed(Happening):
 
 
 @dataclass(slots=True)
-class NameRoot(Happening):
-    """A client said whose a root is: ``about`` has its salt, adapter, model, fingerprint and layout."""
+class NameRoot(BaseEvent):
+    """A client describes a root: ``about`` has its salt, adapter, model, fingerprint and layout."""
 
     now_ns: int
     root: bytes
@@ -367,11 +392,13 @@ class NameRoot(Happening):
 
 
 @dataclass(slots=True)
-class Pin(Happening):
-    """Keep what is stored of these consecutive pages, from the first on, until ``until_ns``.
+class Pin(BaseEvent):
+    """Keep those of these consecutive pages that are stored, from the first on, until ``until_ns``.
 
-    ``pin``: its number, or one above it where another pin has that; 0: one above all there were. ``asked``: its last
-    page when it was asked for, which names it.
+    Attributes:
+        pin: requested number. If another pin has it, the next free one is used; 0: the next number of all.
+        until_s: the deadline by the wall clock.
+        asked: last page of the original request, which names the pin; empty: the last of ``keys``.
     """
 
     now_ns: int
@@ -384,17 +411,19 @@ class Pin(Happening):
 
 
 @dataclass(slots=True)
-class RestorePins(Happening):
-    """For start: these were granted by the daemon before, under their numbers. What of their pages is not there, and
-    may be found by the scan of NVMe, is waited for."""
+class RestorePins(BaseEvent):
+    """Restore the pins that an earlier daemon granted, under their numbers, at a start.
+
+    Pages that are not stored yet may be found by the scan of NVMe. The pins wait for them.
+    """
 
     now_ns: int
     pins: list[Pin]
 
 
 @dataclass(slots=True)
-class Unpin(Happening):
-    """End this pin, or the one of that root and these pages."""
+class Unpin(BaseEvent):
+    """End the pin with this number, or the one of that root and these pages."""
 
     now_ns: int
     pin: int = 0
@@ -403,8 +432,8 @@ class Unpin(Happening):
 
 
 @dataclass(slots=True)
-class Mount(Happening):
-    """An engine mounts its own memory: a segment of frames, see ``mounts``."""
+class Mount(BaseEvent):
+    """An engine mounts a segment of its own memory, see ``mounts``."""
 
     now_ns: int
     session: int
@@ -413,8 +442,8 @@ class Mount(Happening):
 
 
 @dataclass(slots=True)
-class FoundMount(Happening):
-    """For start: a segment of the daemon before, whose engine lives, and what is in it."""
+class FoundMount(BaseEvent):
+    """A start has found the records of a segment whose engine is alive, and these pages in it."""
 
     now_ns: int
     session: int
@@ -428,10 +457,12 @@ class FoundMount(Happening):
 
 
 @dataclass(slots=True)
-class Publish(Happening):
-    """Consecutive pages of one chain, the first at ``position``, are in these frames of a mounted segment.
+class Publish(BaseEvent):
+    """Consecutive pages of one chain are in these frames of a mounted segment.
 
-    ``before``: the span of the page before the first one, see ``model.prefix``.
+    Attributes:
+        position: place of the first page in its chain.
+        before: span of the page before the first one, see ``model.prefix``.
     """
 
     now_ns: int
@@ -446,8 +477,8 @@ class Publish(Happening):
 
 
 @dataclass(slots=True)
-class Retract(Happening):
-    """What these frames of a mounted segment hold may not be read any more."""
+class Retract(BaseEvent):
+    """The pages in these frames of a mounted segment may not be read any more."""
 
     now_ns: int
     session: int
@@ -457,8 +488,8 @@ class Retract(Happening):
 
 
 @dataclass(slots=True)
-class Unmount(Happening):
-    """An engine has no more use for a segment."""
+class Unmount(BaseEvent):
+    """An engine ends a segment."""
 
     now_ns: int
     session: int
@@ -466,10 +497,12 @@ class Unmount(Happening):
 
 
 @dataclass(slots=True)
-class DevicesLate(Happening):
-    """These positions of a tier, and no others, are of devices that do not answer now: those that are being written to
-    (``saves``), and those that are read (``loads``). Others go on without what is there. Never of all devices that
-    take writes, or of all that are read."""
+class DevicesLate(BaseEvent):
+    """Exactly these positions of a tier are on devices that do not answer now.
+
+    ``saves`` are positions with late writes, ``loads`` those with late reads. Other work goes on without them. Neither
+    list ever contains all devices that accept writes, or all that are read.
+    """
 
     now_ns: int
     tier: Tier
@@ -478,23 +511,23 @@ class DevicesLate(Happening):
 
 
 @dataclass(slots=True)
-class Tick(Happening):
-    """Do what is due at ``now_ns``: end what is past its deadline."""
+class Tick(BaseEvent):
+    """Time has passed: end what is past its deadline at ``now_ns``."""
 
     now_ns: int
 
 
 @dataclass(slots=True)
-class Populated(Happening):
-    """The memory of these positions is allocated; frames may be there."""
+class Populated(BaseEvent):
+    """The memory of these positions is allocated: they can be carved."""
 
     now_ns: int
     positions: list[int]
 
 
 @dataclass(slots=True)
-class PopulationFailed(Happening):
-    """The memory of these positions cannot be had, or was given back: the node goes on with less."""
+class PopulationFailed(BaseEvent):
+    """The memory of these positions cannot be allocated, or was given back: the node continues with less."""
 
     now_ns: int
     positions: list[int]

@@ -1,8 +1,8 @@
-"""Frames: which are free, which extents they belong to, and what leaves when there are too few.
+"""Frames: which frames are free, and which extents and frame classes they belong to.
 
 A segment is a row of equal *positions*. A position is carved into an *extent* of one frame class when that class needs
-frames; an extent number is never used twice. When no position is left, a class evicts its own coldest pages or takes
-an extent from a class whose coldest page is much colder (or that is idle), always leaving every active class one.
+frames. An extent number is never used twice. When no position is vacant, a class evicts its own coldest pages, or takes
+an extent from a class that is idle or whose coldest page is much colder. Every active class keeps at least one extent.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from kvstore.state.eviction import POLICIES, POLICY_DEFAULT, EvictionPolicy, Pag
 from kvstore.state.eviction.base import Tail
 
 _FREE, _SEALED = FrameState.FREE, FrameState.SEALED
-SORTED_MAX = 1024  # of more free frames those that were freed first are taken, without a look at their runs
-TOGETHER_TOKENS = 256  # pages of a chain are judged one by one where they are this long; shorter ones together
+SORTED_MAX = 1024  # with more free frames than this, the earliest freed ones are taken, without a look at runs
+TOGETHER_TOKENS = 256  # pages with fewer tokens are judged in groups of this many tokens, larger ones one by one
 
 
 class Extent:
-    """Frames of one carved position. 19 bytes of state per frame; everything else is in the records.
+    """The frames of one carved position. 19 bytes of state per frame; everything else is in the records.
 
-    ``children`` and ``owner`` are a byte per frame as long as their numbers fit, then two, then four.
+    ``children`` and ``owner`` have one byte per frame while their numbers fit, then two, then four.
     """
 
     def __init__(self, number: int, position: int, pool: ClassPool, slot_base: int) -> None:
         self.number = number
         self.position = position
         self.pool = pool
-        self.slot_base = slot_base  # of its frames in the pool's eviction policy
+        self.slot_base = slot_base  # slot of its first frame in the pool's eviction policy
         self.frames = pool.frames_per_extent
         self.generation = array("Q", bytes(8 * self.frames))
         self.state = bytearray(self.frames)
         self.children = array("B", bytes(self.frames))
         self.owner = array("B", bytes(self.frames))  # number of the page's root, see ``Tenants``; 0: none
-        self.span = array("Q", bytes(8 * self.frames))  # of the page, see ``model.prefix``
+        self.span = array("Q", bytes(8 * self.frames))  # see ``model.prefix``
         self.free: deque[int] = deque(range(self.frames))
         self.sealed = 0
-        self.closed = False  # its device takes no more writes: what is there is read, nothing is granted
-        self.leaving = False  # it is being emptied, see ``tiering.extent_reclaim``: nothing is granted
-        self.late = False  # its device does not answer now: nothing is granted until it does
+        self.closed = False  # its device accepts no more writes: pages are read, no frame is granted
+        self.leaving = False  # it is being emptied, see ``tiering.extent_reclaim``: no frame is granted
+        self.late = False  # its device does not answer now: no frame is granted until it does
 
     def count(self, state: FrameState) -> int:
-        """Frames in ``state``."""
+        """Return the number of frames in ``state``."""
         return self.state.count(state)
 
     def alike(self, frame: int, most: int) -> int:
-        """How many frames before this one, at most ``most``, have a page of the same root, on which one thing hangs."""
+        """Return how many frames just before this one, up to ``most``, hold a page of its root with one child."""
         for values, value in ((self.state, _SEALED), (self.children, 1), (self.owner, self.owner[frame])):
             before = values[max(0, frame - most) : frame]
             if isinstance(before, bytearray) or before.typecode == "B":
@@ -64,7 +64,7 @@ class Extent:
         return most
 
     def hang(self, frame: int, children: int) -> None:
-        """Set how many children the page in this frame has."""
+        """Set the number of children of the page in this frame."""
         try:
             self.children[frame] = children
         except OverflowError:
@@ -72,7 +72,7 @@ class Extent:
             self.hang(frame, children)
 
     def own(self, frame: int, owner: int) -> None:
-        """The page in this frame is, or will be, of the root with that number."""
+        """Set the number of the root whose page is, or will be, in this frame."""
         try:
             self.owner[frame] = owner
         except OverflowError:
@@ -80,13 +80,13 @@ class Extent:
             self.own(frame, owner)
 
     def release(self, frames: Iterable[int]) -> None:
-        """These frames are free again."""
+        """Add these frames to the free ones."""
         self.free.extend(frames)
         if self.grants:
             self.pool.roomy[self.number] = self
 
     def take(self, count: int) -> list[int]:
-        """Up to ``count`` of its free frames, ascending: the shortest runs first, so that long ones last."""
+        """Take up to ``count`` free frames, in ascending order. Short runs come first, so that long ones remain."""
         if count >= len(self.free):
             frames = sorted(self.free)
             self.free.clear()
@@ -101,7 +101,7 @@ class Extent:
         return frames
 
     def restore(self, free: list[int]) -> None:
-        """Exactly these frames are free: for start."""
+        """Set the free frames, at a start."""
         self.free = deque(free)
         self.pool.roomy.pop(self.number, None)
         if free and self.grants:
@@ -109,21 +109,21 @@ class Extent:
 
     @property
     def grants(self) -> bool:
-        """Its free frames may be granted."""
+        """True if its free frames may be granted."""
         return not (self.closed or self.leaving or self.late)
 
     def close(self) -> None:
-        """From here on no frame of it is granted."""
+        """Stop granting frames for good."""
         self.closed = True
         self.pool.roomy.pop(self.number, None)
 
-    def wait(self, late: bool) -> None:
-        """Its device does not answer, so that no frame of it is granted; or it answers again."""
+    def set_late(self, late: bool) -> None:
+        """Stop granting frames while the device does not answer (``late``), or grant them again."""
         self.late = late
         self.restore(list(self.free))
 
-    def leave(self, leaving: bool) -> None:
-        """Mark the extent as about to be emptied, so that none of its frames is granted; or take that back."""
+    def set_leaving(self, leaving: bool) -> None:
+        """Stop granting frames while the extent is being emptied (``leaving``), or grant them again."""
         self.leaving = leaving
         self.restore(list(self.free))
 
@@ -133,73 +133,82 @@ def _wider(numbers: array[int]) -> array[int]:
 
 
 def narrowest(numbers: npt.NDArray[np.uint32]) -> array[int]:
-    """These numbers in as few bytes each as hold them."""
+    """Return these numbers in an array of the narrowest type that can hold them."""
     kind = np.min_scalar_type(numbers.max(initial=0)).char
     return array(kind, numbers.astype(kind).tobytes())
 
 
 @dataclass
 class ClassPool:
-    """All extents of one frame class and the eviction order over them."""
+    """All extents of one frame class, and the order in which their pages are evicted.
+
+    Attributes:
+        unsaved: cold pages that left the policy and have to be saved to the tier below first: slot -> last use (ms)
+            when they left it.
+        ready: the same for cold pages that may be evicted at once.
+        by_base: ``slot_base // frames_per_extent`` -> extent.
+        spare_bases: keys of ``by_base`` that belonged to dropped extents.
+        roomy: extents with frames that can be taken, by number.
+        granted_ahead: RESERVED frames without a key, over all sessions.
+        used_ns: when frames of this class were last requested.
+    """
 
     frame_class: FrameClass
     frames_per_extent: int
     policy: EvictionPolicy
-    # Cold pages taken out of the policy because they are about to leave, slot -> last use when they were (ms):
-    # those whose chain has to be saved to the tier below first, and those that may go at once.
     unsaved: dict[int, int] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
     extents: dict[int, Extent] = field(default_factory=dict)
-    by_base: dict[int, Extent] = field(default_factory=dict)  # slot_base // frames_per_extent -> extent
-    spare_bases: list[int] = field(default_factory=list)  # of extents that were given up
-    roomy: dict[int, Extent] = field(default_factory=dict)  # those that frames can be taken from, by number
-    granted_ahead: int = 0  # RESERVED frames without a key, over all sessions
-    used_ns: int = 0  # when frames of this class were last asked for
+    by_base: dict[int, Extent] = field(default_factory=dict)
+    spare_bases: list[int] = field(default_factory=list)
+    roomy: dict[int, Extent] = field(default_factory=dict)
+    granted_ahead: int = 0
+    used_ns: int = 0
 
     def locate(self, slot: int) -> tuple[Extent, int]:
-        """The frame behind a slot of the policy."""
+        """Return the extent and frame of a slot."""
         return self.by_base[slot // self.frames_per_extent], slot % self.frames_per_extent
 
     def offer(self, slot: int, page: Page) -> None:
-        """Nothing hangs on this page any more: it may be evicted."""
+        """Offer a page without children for eviction."""
         self.policy.add(slot, page)
 
     def withdraw(self, slot: int) -> None:
-        """Something hangs on this page: it may not be evicted. No-op where it was not offered."""
+        """Stop offering a page that has a child again. No-op if it is not offered."""
         self.policy.remove(slot)
         self.unsaved.pop(slot, None)
         self.ready.pop(slot, None)
 
     def forget(self, slot: int, key: int | None) -> None:
-        """The page is gone. ``key``: see ``EvictionPolicy.forget``."""
+        """Forget a page that has left. ``key``: see ``EvictionPolicy.forget``."""
         self.unsaved.pop(slot, None)
         self.ready.pop(slot, None)
         self.policy.forget(slot, key)
 
     def forget_tail(self, tail: Tail) -> int:
-        """A leaf is gone, and some pages before it. Returns how many: see ``EvictionPolicy.forget_tail``."""
+        """Forget a leaf that has left, and pages before it. Return how many these are, see ``EvictionPolicy``."""
         slot = tail.slots[-1]
         self.unsaved.pop(slot, None)
         self.ready.pop(slot, None)
-        stretch = TOGETHER_TOKENS // self.frame_class.page_tokens
-        return self.policy.forget_tail(tail, position_of(tail.standings[-1]) % stretch if stretch > 1 else 0)
+        group = TOGETHER_TOKENS // self.frame_class.page_tokens
+        return self.policy.forget_tail(tail, position_of(tail.standings[-1]) % group if group > 1 else 0)
 
     def offered(self, slot: int) -> bool:
-        """Nothing hangs on this page: it may be evicted, now or when its chain is saved."""
+        """Return True if the page is offered for eviction, or set aside to leave."""
         return slot in self.policy or slot in self.ready or slot in self.unsaved
 
     @property
     def frames(self) -> int:
-        """Frames in all extents of this class."""
+        """Number of frames in all extents of this class."""
         return len(self.extents) * self.frames_per_extent
 
     @property
     def free(self) -> int:
-        """Frames that can be taken."""
+        """Number of frames that can be taken."""
         return sum(len(extent.free) for extent in self.roomy.values())
 
     def take(self, count: int, avoid: Extent | None = None) -> list[tuple[Extent, list[int]]]:
-        """Up to ``count`` free frames, ascending inside an extent so that one copy serves a run of them."""
+        """Take up to ``count`` free frames, in ascending order within an extent, so that one copy serves a run."""
         taken: list[tuple[Extent, list[int]]] = []
         for extent in sorted(self.roomy.values(), key=lambda e: len(e.free), reverse=True):
             if extent is avoid or count == 0:
@@ -213,29 +222,35 @@ class ClassPool:
 
 
 class ExtentNumbers:
-    """Hands out extent numbers, none of them twice."""
+    """A source of extent numbers, none of them twice."""
 
     def __init__(self) -> None:
         self._next = 1
 
     def draw(self) -> int:
-        """The next number."""
+        """Return the next number."""
         self._next += 1
         return self._next - 1
 
     def skip(self, number: int) -> None:
-        """Numbers below this one were used before."""
+        """Skip the numbers below this one, which were used before."""
         self._next = max(self._next, number)
 
 
 class Segment:
-    """Positions of one tier and the classes they are carved for. Pure bookkeeping; see ``NodeState``.
+    """The positions of one tier and the frame classes that they are carved for. Bookkeeping only, see ``NodeState``.
 
     Args:
-        frames_in: frames of a class in an extent; by default frames are contiguous, with nothing between them.
-        stride: bytes that a page of a class takes there, with what stands before it; by default those of its frame.
-        numbers: where extent numbers come from; the tiers of a node share one.
+        frames_in: returns the frames of a class in an extent; by default frames are contiguous without gaps.
+        stride: returns the bytes of a page of a class including its header; by default those of its frame.
+        numbers: source of extent numbers, shared by the tiers of a node.
         policy: name of the eviction policy of every class.
+
+    Attributes:
+        tables: how many extents of a class this event may carve; a missing class has no limit.
+        quarantined: positions that sessions may still write to, with these sessions.
+        bound: positions from here on are given back, because a smaller node has taken over.
+        beyond: those of them that hold no page any more.
     """
 
     def __init__(
@@ -252,52 +267,60 @@ class Segment:
         self.positions = positions
         self.policy = policy
         self.numbers = numbers if numbers is not None else ExtentNumbers()
-        self._frames_in = frames_in or frames_side_by_side
+        self._frames_in = frames_in or contiguous_frames
         self.stride = stride
         self.populated: set[int] = set()
         self.failed: set[int] = set()
-        self.tables: dict[FrameClass, int] = {}  # extents of a class that this event may carve; absent: any number
-        self.quarantined: dict[int, set[int]] = {}  # position -> sessions that may still write there
+        self.tables: dict[FrameClass, int] = {}
+        self.quarantined: dict[int, set[int]] = {}
         self.vacant: set[int] = set(range(positions))
-        self.bound = positions  # positions from here on are given back: a smaller node has taken over
-        self.beyond: set[int] = set()  # those that hold nothing any more
+        self.bound = positions
+        self.beyond: set[int] = set()
         self.extents: dict[int, Extent] = {}
         self.pools: dict[FrameClass, ClassPool] = {}
 
     def frames_per_extent(self, frame_class: FrameClass) -> int:
-        """0 where a page does not fit an extent."""
+        """Return the frames of a class in one extent; 0 if a page does not fit."""
         return self._frames_in(self.extent_bytes, frame_class)
 
     def pool(self, frame_class: FrameClass) -> ClassPool:
-        """The pool of a class, made on first use (without extents). Clients may name very
-        many classes: those that never got an extent, or lost their last one, are forgotten, except the newest."""
+        """Return the pool of a class, made on first use without extents.
+
+        Clients may name very many classes. Those without extents are forgotten, except the newest.
+        """
         pool = self.pools.get(frame_class)
         if pool is None:
             if len(self.pools) >= CLASSES_MAX:
                 for other in [other for other, pool in self.pools.items() if not pool.extents][:-CLASSES_KEPT]:
                     del self.pools[other]
             frames = self.frames_per_extent(frame_class)
-            policy = POLICIES[self.policy](0)  # grows with its extents: a class that clients only name has none
+            policy = POLICIES[self.policy](0)  # grows with its extents: a class that is only named costs little
             pool = self.pools[frame_class] = ClassPool(frame_class, frames, policy)
         return pool
 
     def ahead_max(self, pool: ClassPool) -> int:
-        """How many frames of a class may be granted ahead, over all sessions. While it can grow, that is a share of
-        what it can become, as far as frames are free by now: nothing leaves, and nothing is carved, for these."""
+        """Return how many frames of a class may be granted ahead, over all sessions.
+
+        A class that can grow gets a share of its largest size, as far as frames are free now: nothing is evicted or
+        carved for these.
+        """
         grown = pool.frames + len(self.vacant & self.populated) * pool.frames_per_extent
         free = min(grown // GRANTED_AHEAD_SHARE, pool.free + pool.granted_ahead)
         return max(pool.frames // GRANTED_AHEAD_SHARE, free)
 
     def may_carve(self, pool: ClassPool) -> bool:
-        """There is memory for the tables of another extent of that class."""
+        """Return True if there is memory for the tables of another extent of that class."""
         return self.tables.get(pool.frame_class, 1) > 0
 
     def next_vacant(self, pool: ClassPool) -> int | None:
-        """A position to carve; only where memory is allocated, so that no client can fault on a full tmpfs."""
+        """Return a position to carve; None if there is none.
+
+        Only positions with allocated memory are used, so that no client can fault on a full tmpfs.
+        """
         return min(self.vacant & self.populated, default=None) if self.may_carve(pool) else None
 
     def carve(self, pool: ClassPool, position: int, number: int | None = None) -> Extent:
-        """Give a vacant position to a class. ``number`` only at recovery."""
+        """Give a vacant position to a class. ``number`` is set only at recovery."""
         if number is None:
             number = self.numbers.draw()
         self.vacant.discard(position)
@@ -312,14 +335,14 @@ class Segment:
         return extent
 
     def fail(self, positions: list[int]) -> None:
-        """There is no memory for these positions. What is carved there stays."""
-        gone = [position for position in positions if position in self.vacant]
-        self.vacant.difference_update(gone)
-        self.failed.update(gone)
+        """Mark these positions as having no memory. Extents that are carved there stay."""
+        vacant = self.vacant.intersection(positions)
+        self.vacant -= vacant
+        self.failed |= vacant
         self.populated.difference_update(positions)
 
     def uncarve(self, extent: Extent) -> None:
-        """Take an extent whose frames are all free out of its class; the position is vacant again."""
+        """Take an extent whose frames are all free away from its class. Its position is vacant again."""
         assert extent.count(_FREE) == extent.frames
         pool = extent.pool
         base = extent.slot_base // pool.frames_per_extent
@@ -330,7 +353,7 @@ class Segment:
         pool.policy.resize(pool.frames)
 
     def limit(self, bound: int) -> None:
-        """For start: positions from ``bound`` on are not carved any more. What is there stays until it is moved."""
+        """Stop carving positions from ``bound`` on, at a start. Pages there stay until they are moved."""
         self.bound = bound
         self.beyond = {position for position in self.vacant if position >= bound}
         self.vacant -= self.beyond
@@ -338,33 +361,33 @@ class Segment:
     def _vacate(self, position: int) -> None:
         (self.vacant if position < self.bound else self.beyond).add(position)
 
-    def quarantine(self, held: Mapping[int, Iterable[int]]) -> None:
-        """For start: these vacant positions are not carved before each of these sessions has ended."""
-        for position, sessions in held.items():
+    def quarantine(self, writers: Mapping[int, Iterable[int]]) -> None:
+        """Keep vacant positions from being carved until each of their sessions has ended, at a start."""
+        for position, sessions in writers.items():
             if position in self.vacant | self.beyond and sessions:
                 self.vacant.discard(position)
                 self.beyond.discard(position)
                 self.quarantined[position] = set(sessions)
 
     def session_ended(self, session: int) -> bool:
-        """This session writes nothing more. True where a position is vacant again by it."""
-        done = [position for position, sessions in self.quarantined.items() if sessions == {session}]
+        """Remove a session from quarantine. Return True if a position is vacant again by that."""
+        released = [position for position, sessions in self.quarantined.items() if sessions == {session}]
         for sessions in self.quarantined.values():
             sessions.discard(session)
-        for position in done:
+        for position in released:
             del self.quarantined[position]
             self._vacate(position)
-        return bool(done)
+        return bool(released)
 
     def donor(
         self, taker: ClassPool, coldest_ns: Callable[[ClassPool], int | None], leased: set[int], now_ns: int
     ) -> Extent | None:
-        """The extent another class should give up for ``taker``, or None where evicting its own pages is fairer.
+        """Return the extent that another class should give up for ``taker``; None if ``taker`` should evict instead.
 
-        An empty extent is given first, whichever class has it. Else one class with the coldest pages gives, if it
-        keeps an extent or has been idle for ``IDLE_NS``; a taker that has extents of its own takes only from a class
-        whose coldest page is more than twice as old as its own (so that two busy classes do not trade extents back and
-        forth). Extents with ``leased`` or unsealed frames stay.
+        An empty extent of any class is preferred. Otherwise the class with the coldest pages gives one, if it keeps
+        another extent or was idle for ``IDLE_NS``. A taker that has extents takes only from a class whose coldest page
+        is more than twice as old as its own, so that two busy classes do not trade extents back and forth. Extents
+        with ``leased`` frames, or with frames that are neither free nor sealed, stay.
         """
         for extent in self.empty(taker, now_ns):
             if extent.number not in leased:
@@ -392,21 +415,21 @@ class Segment:
         return None
 
     def empty(self, taker: ClassPool, now_ns: int) -> list[Extent]:
-        """Empty extents of other classes that may give one."""
+        """Return the empty extents of other classes that may give one."""
         givers = [pool for pool in self.pools.values() if pool is not taker and self._may_give(pool, now_ns)]
         return [extent for pool in givers for extent in pool.roomy.values() if len(extent.free) == extent.frames]
 
     def _may_give(self, pool: ClassPool, now_ns: int) -> bool:
-        """True for a class that keeps an extent, or whose frames were not asked for during ``IDLE_NS``."""
+        """Return True if the class keeps another extent, or no frame of it was requested during ``IDLE_NS``."""
         return len(pool.extents) > 1 or (bool(pool.extents) and now_ns - pool.used_ns > IDLE_NS)
 
 
-CLASSES_MAX, CLASSES_KEPT = 1024, 64  # a class costs some 20 KiB, and every event looks at each
-GRANTED_AHEAD_SHARE = 8  # one frame in this many; what a put needs now is not bounded by it
-IDLE_NS = 600 * 10**9  # a class that was not asked for in ten minutes may lose its last extent
-STEAL_MARGIN_NS = 100_000_000  # below a tenth of a second, ages are noise
+CLASSES_MAX, CLASSES_KEPT = 1024, 64  # a class costs about 20 KiB, and every event looks at each class
+GRANTED_AHEAD_SHARE = 8  # one frame in this many may be granted ahead; frames for a put are not limited by this
+IDLE_NS = 600 * 10**9  # a class without requests for ten minutes may lose its last extent
+STEAL_MARGIN_NS = 100_000_000  # differences of ages below a tenth of a second are noise
 
 
-def frames_side_by_side(extent_bytes: int, frame_class: FrameClass) -> int:
-    """Frames of a class in an extent that holds nothing else."""
+def contiguous_frames(extent_bytes: int, frame_class: FrameClass) -> int:
+    """Return the frames of a class in an extent that holds nothing else."""
     return extent_bytes // frame_class.frame_bytes

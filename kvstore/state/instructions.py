@@ -1,8 +1,9 @@
-"""What a node decides to do.
+"""Instructions: what a node decides to do.
 
-Instructions are performed by one shell, in order, each on a whole batch. The order inside one decision is what makes
-kill -9 harmless at every point between two of them: a record's body before its word, the word before the index, the
-index before the reply; on the way out the word first, then the index, then the frame's reuse.
+The node's performer performs them in order, each on a whole batch. Their order within a decision makes kill -9 harmless
+between any two of them. When a page is stored, its record's body is written before the state word, the word before the
+index, and the index before the reply. When it is removed, the word is written first, then the index, and then the frame
+is used again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvstore.state.interfaces import Rows
 
 @dataclass(slots=True)
 class Carve:
-    """Make the tables of a new extent, all frames FREE."""
+    """Make the tables of a new extent with all frames FREE."""
 
     extent: int
     position: int
@@ -30,14 +31,14 @@ class Carve:
 
 @dataclass(slots=True)
 class Drop:
-    """Zero and remove an extent's tables: its position will be carved again."""
+    """Zero and remove an extent's tables. Its position can then be carved again."""
 
     extent: int
 
 
 @dataclass(slots=True)
 class WriteGranted:
-    """Records say RESERVED for this session, with no key."""
+    """Write records as RESERVED for this session, without a key."""
 
     addresses: list[Address]
     session: int
@@ -45,7 +46,7 @@ class WriteGranted:
 
 @dataclass(slots=True)
 class WriteReserved:
-    """Records say RESERVED with identity; the pending table names them."""
+    """Write records as RESERVED with identity, and add the pages to the pending table."""
 
     addresses: list[Address]
     rows: Rows
@@ -59,7 +60,7 @@ class WriteReserved:
 
 @dataclass(slots=True)
 class WriteWriter:
-    """A shard of these reserved pages is written by this session (0: by no session any more)."""
+    """Record which session writes a shard of these reserved pages; 0: no session any more."""
 
     addresses: list[Address]
     shard: int
@@ -68,9 +69,13 @@ class WriteWriter:
 
 @dataclass(slots=True)
 class WriteSealed:
-    """Records say SEALED, the index names them. ``rows`` None: the identity is there since the reservation.
+    """Write records as SEALED, and add the pages to the index.
 
-    ``standings``: place in the chain and turns of each page, see ``replica.standing``.
+    Attributes:
+        standings: place in the chain and turns of each page, see ``replica.standing``.
+        rows: identity rows; None: the records have them since the reservation.
+        cause: put, save, load, scan or through; for page events.
+        spans: span of each page; for page events.
     """
 
     addresses: list[Address]
@@ -79,13 +84,13 @@ class WriteSealed:
     rows: Rows | None = None
     parents: list[bytes] | None = None
     checksums: npt.NDArray[np.uint32] | None = None
-    cause: str = field(default="put", compare=False)  # or save, load, scan: what page events tell
-    spans: list[int] = field(default_factory=list, compare=False)  # of each page: what page events tell, too
+    cause: str = field(default="put", compare=False)
+    spans: list[int] = field(default_factory=list, compare=False)
 
 
 @dataclass(slots=True)
 class WriteShards:
-    """A reserved page's mask of sealed shards."""
+    """Write a reserved page's mask of sealed shards."""
 
     address: Address
     shards: int
@@ -94,7 +99,7 @@ class WriteShards:
 
 @dataclass(slots=True)
 class WriteState:
-    """Records get this state under a (new) generation, so that no reader uses the old address any more."""
+    """Write this state with a new generation into records, so that no reader uses the old address any more."""
 
     addresses: list[Address]
     state: FrameState
@@ -102,19 +107,22 @@ class WriteState:
 
 @dataclass(slots=True)
 class Unindex:
-    """The index forgets that these keys are in this tier."""
+    """Remove these keys of this tier from the index.
+
+    ``kind`` (evicted or dropped), ``reason``, ``roots`` and ``spans`` (of each page) are for page events.
+    """
 
     keys: list[bytes]
     tier: Tier = Tier.DRAM
-    kind: str = field(default="evicted", compare=False)  # or dropped: what page events tell
+    kind: str = field(default="evicted", compare=False)
     reason: str = field(default="space", compare=False)
-    roots: list[bytes] = field(default_factory=list, compare=False)  # of each page
-    spans: list[int] = field(default_factory=list, compare=False)  # of each page
+    roots: list[bytes] = field(default_factory=list, compare=False)
+    spans: list[int] = field(default_factory=list, compare=False)
 
 
 @dataclass(slots=True)
 class Unpend:
-    """The pending table forgets a key, or names the next reservation of it (``heir``)."""
+    """Remove a key from the pending table, or name the next reservation of the key (``heir``)."""
 
     key: bytes
     heir: Address | None
@@ -122,7 +130,7 @@ class Unpend:
 
 @dataclass(slots=True)
 class WriteLease:
-    """Records get this lease deadline (never an earlier one than they promise someone else)."""
+    """Write this lease deadline into records. It is the latest one over all leases of a frame."""
 
     addresses: list[Address]
     until_ns: list[int]
@@ -130,7 +138,7 @@ class WriteLease:
 
 @dataclass(slots=True)
 class WriteStamp:
-    """A record gets its checksums."""
+    """Write a record's checksums."""
 
     address: Address
     checksums: npt.NDArray[np.uint32]
@@ -138,9 +146,9 @@ class WriteStamp:
 
 @dataclass(slots=True)
 class Move:
-    """Copy a sealed page into another frame; index and record follow; the source then has ``state`` (``freed``).
+    """Copy a sealed page into another frame, and update its index entry and record.
 
-    On NVMe the page itself is there already: see ``Carry``.
+    The source frame is then ``freed``, in ``state``. On NVMe the page itself has been copied before, see ``Carry``.
     """
 
     key: bytes
@@ -153,7 +161,10 @@ class Move:
 
 @dataclass(slots=True)
 class Copying:
-    """One page on its way between tiers. ``state``: of its source; ``standing``: of a page not sealed there, else 0."""
+    """One page that is copied between tiers.
+
+    ``state`` is that of its source. ``standing`` is 0 unless the page is not sealed at its source.
+    """
 
     key: bytes
     source: Address
@@ -164,7 +175,7 @@ class Copying:
 
 @dataclass(slots=True)
 class Save:
-    """Write these pages to the tier below, parents before children, make them durable, and report ``Saved``."""
+    """Write these pages to the tier below, parents first, make them durable, and report ``Saved``."""
 
     number: int
     pages: list[Copying]
@@ -172,7 +183,7 @@ class Save:
 
 @dataclass(slots=True)
 class Load:
-    """Copy these pages into their frames in the tier above and report ``Loaded``."""
+    """Copy these pages into their frames in the tier above, and report ``Loaded``."""
 
     number: int
     pages: list[Copying]
@@ -188,9 +199,9 @@ class Carry:
 
 @dataclass(slots=True)
 class Erase:
-    """Make the content of these frames of a lower tier (key, where known, and address) unreadable, durably.
+    """Make the content of these frames of a lower tier durably unreadable, and report ``Erased``.
 
-    Report ``Erased``.
+    ``pages`` has the key, where known, and the address of each.
     """
 
     number: int
@@ -199,7 +210,7 @@ class Erase:
 
 @dataclass(slots=True)
 class WriteUse:
-    """The marks of these pages say when they were last used."""
+    """Write the last use of these pages into their marks."""
 
     addresses: list[Address]
     used_ns: list[int]
@@ -207,26 +218,26 @@ class WriteUse:
 
 @dataclass(slots=True)
 class WriteName:
-    """A root has this name, as a line of JSON: it has to outlive the daemon."""
+    """Write the name of a root, a line of JSON, so that it outlives the daemon."""
 
     line: bytes
 
 
 @dataclass(slots=True)
 class WriteNames:
-    """Names were forgotten; these lines are all there are."""
+    """Some names were forgotten: replace all written names by these lines."""
 
     lines: list[bytes]
 
 
 @dataclass(slots=True)
 class ForgetNames:
-    """Names were forgotten that did not have to outlive the daemon: clients have to say theirs again."""
+    """Names that need not outlive the daemon were forgotten: clients have to register theirs again."""
 
 
 @dataclass(slots=True)
 class WritePin:
-    """This pin has to outlive the daemon. Its fields are as in ``state.pins``."""
+    """Write this pin, so that it outlives the daemon. The fields are described in ``state.pins``."""
 
     number: int
     keys: list[bytes]
@@ -238,29 +249,32 @@ class WritePin:
 
 @dataclass(slots=True)
 class WritePins:
-    """These pins have to outlive the daemon, and no others: either all of this is written down, or nothing changes."""
+    """Replace all written pins by these. Either all of them are written, or nothing changes."""
 
     pins: list[WritePin]
 
 
 @dataclass(slots=True)
 class ErasePins:
-    """These pins are over."""
+    """Remove these pins, which have ended."""
 
     numbers: list[int]
 
 
 @dataclass(slots=True)
 class WriteQuarantine:
-    """A position may be carved again: these are all that may not, each with the sessions that may write there."""
+    """Replace the list of positions that may not be carved, each with the sessions that may write there."""
 
     held: dict[int, set[int]]
 
 
 @dataclass(slots=True)
 class ShowPages:
-    """The index lists these pages of mounted segments, all of that root. ``root`` empty: other replicas of pages that
-    it listed before, which are not reported."""
+    """List these pages of mounted segments in the index.
+
+    All pages are of ``root``. An empty root means other replicas of keys that were listed before; these are not
+    reported as page events.
+    """
 
     keys: list[bytes]
     addresses: list[Address]
@@ -270,7 +284,7 @@ class ShowPages:
 
 @dataclass(slots=True)
 class WriteMounts:
-    """Write down that ``count`` segments are mounted and that extent numbers below ``next_extent`` were used."""
+    """Record that ``count`` segments are mounted, and that extent numbers below ``next_extent`` were used."""
 
     count: int
     next_extent: int = 0
@@ -278,21 +292,21 @@ class WriteMounts:
 
 @dataclass(slots=True)
 class EndMount:
-    """Remove a segment's records: readers that have them mapped miss from now on."""
+    """Remove a segment's records. Readers that have them mapped miss from then on."""
 
     segment: int
 
 
 @dataclass(slots=True)
 class CheckSession:
-    """Find out whether this session's process lives; its death comes back as ``SessionDead``."""
+    """Find out whether this session's process is alive. Its end is reported as ``SessionDead``."""
 
     session: int
 
 
 @dataclass(slots=True)
 class Reply:
-    """The answer to the event, sent after everything before it was performed.
+    """Answer the event, after all instructions before this one were performed.
 
     With ``Status.INVALID`` nothing was decided; ``detail`` has the ``field`` and the ``reason``.
     """

@@ -1,6 +1,7 @@
-"""Integrity: the conservation laws, as runnable checks over a node's state, records and index.
+"""Integrity: runnable checks of the conservation laws over a node's state, records and index.
 
-Run when idle, after every simulated step, and by ``kvstore verify``. Every finding is one line; none means sound.
+They run when the node is idle, after every simulated step, and in ``kvstore verify``. Each finding is one line of text;
+an empty list means that the node is sound.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ SEALED = FrameState.SEALED
 
 
 def check_all(state: NodeState, entries: Callable[[Tier], Iterable[tuple[bytes, Address]]]) -> list[str]:
-    """All laws of a whole node; ``entries`` returns the current index entries of a tier."""
-    found = [
+    """Check all laws of a whole node. ``entries`` returns the current index entries of a tier."""
+    findings = [
         line
-        for tier, its in state.spaces.items()
-        for line in check(state, tier, its.pages.records.snapshots(), entries(tier))
+        for tier, space in state.spaces.items()
+        for line in check(state, tier, space.pages.records.snapshots(), entries(tier))
     ]
-    return found if Tier.HBM in state.spaces else [*found, *check_mounts(state, entries(Tier.HBM))]
+    return findings if Tier.HBM in state.spaces else [*findings, *check_mounts(state, entries(Tier.HBM))]
 
 
 def check_mounts(state: NodeState, index: Iterable[tuple[bytes, Address]]) -> list[str]:
-    """The laws about what engines mounted: the index lists one replica of every page, pages and bytes are counted for
-    the roots that have them, and every segment is of a session that is known."""
+    """Check the laws of mounted memory.
+
+    The index lists one replica of every page. Pages and bytes are counted for the roots that have them. Every segment
+    belongs to a known session.
+    """
     mounts, accounts = state.mounts, state.tenants.holdings[Tier.HBM]
     wrong: list[str] = []
     replicas: dict[bytes, set[Address]] = {}
@@ -50,38 +54,40 @@ def check_mounts(state: NodeState, index: Iterable[tuple[bytes, Address]]) -> li
         for key, address in listed.items()
         if address not in replicas.get(key, ())
     ]
-    for held in accounts.roots:
-        if (held.pages, held.bytes, held.coming) != (pages[held.root], sizes[held.root], 0):
+    for account in accounts.roots:
+        counted = account.pages, account.bytes, account.expected_bytes
+        if counted != (pages[account.root], sizes[account.root], 0):
             wrong.append(
-                f"root {held.root.hex()}: counts {held.pages} pages, {held.bytes} bytes, has {pages[held.root]}"
+                f"root {account.root.hex()}: counts {account.pages} pages, {account.bytes} bytes, "
+                f"has {pages[account.root]}"
             )
     for segment in mounts.segments.values():
-        there = segment.frames - segment.generation.count(0)
-        if segment.pages != there:
-            wrong.append(f"segment {segment.number}: counts {segment.pages} pages, has {there}")
+        published = segment.frames - segment.generation.count(0)
+        if segment.pages != published:
+            wrong.append(f"segment {segment.number}: counts {segment.pages} pages, has {published}")
         if segment.session not in state.sessions:
-            wrong.append(f"segment {segment.number}: is of session {segment.session:016x}, which is not known")
+            wrong.append(f"segment {segment.number}: its session {segment.session:016x} is not known")
         if segment.number in state.segment.extents:
             wrong.append(f"segment {segment.number}: an extent has its number")
     return [f"{Tier.HBM}: {finding}" for finding in wrong]
 
 
 def check(state: NodeState, tier: Tier, snapshots: list[Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
-    """All conservation laws of one tier of a node. ``snapshots`` and ``index`` are current."""
+    """Check all laws of one tier of a node. ``snapshots`` and ``index`` are current."""
     space = state.spaces[tier]
     tables = _tables(state) if space is state.space else _copies(state, space)
-    found = [
+    findings = [
         *_frames(space, snapshots),
         *_tenants(state, space, snapshots),
         *tables,
         *_closure(state, space, snapshots),
         *_index(snapshots, index),
     ]
-    return [f"{tier}: {finding}" for finding in found]
+    return [f"{tier}: {finding}" for finding in findings]
 
 
 def _frames(space: Space, snapshots: list[Snapshot]) -> list[str]:
-    """Per extent: every frame in exactly one state, the free list holds the free ones, records say the same."""
+    """Check each extent: every frame has one state, the free list has exactly the free frames, records agree."""
     wrong: list[str] = []
     by_extent = {snapshot.extent: snapshot for snapshot in snapshots}
     if by_extent.keys() != space.segment.extents.keys():
@@ -97,59 +103,61 @@ def _frames(space: Space, snapshots: list[Snapshot]) -> list[str]:
         if extent.sealed != counts[SEALED]:
             wrong.append(f"extent {number}: counts {extent.sealed} sealed, has {counts[SEALED]}")
         if (number in extent.pool.roomy) != (bool(free) and extent.grants):
-            wrong.append(f"extent {number}: {len(free)} frames are free, and its class takes it for another")
+            wrong.append(f"extent {number}: {len(free)} frames are free, and its class does not list it accordingly")
         if number in by_extent:
             words = np.frombuffer(extent.generation, np.uint64) << np.uint64(8)
             words = words | np.frombuffer(extent.state, np.uint8)
             for frame in np.flatnonzero(words != by_extent[number].words).tolist():
-                theirs = int(by_extent[number].words[frame])
-                wrong.append(f"extent {number} frame {frame}: state {int(words[frame]):#x}, record {theirs:#x}")
+                recorded = int(by_extent[number].words[frame])
+                wrong.append(f"extent {number} frame {frame}: state {int(words[frame]):#x}, record {recorded:#x}")
     carved = {extent.position for extent in space.segment.extents.values()}
     if carved & space.segment.vacant or len(carved) != len(space.segment.extents):
         wrong.append("positions: one is carved twice, or both carved and vacant")
     segment = space.segment
-    others = sum(len(held) for held in (segment.vacant, segment.failed, segment.beyond, segment.quarantined))
+    others = sum(map(len, (segment.vacant, segment.failed, segment.beyond, segment.quarantined)))
     if len(carved) + others != space.segment.positions:
         wrong.append("positions: carved + vacant + failed + given back + quarantined are not all")
     return wrong
 
 
 def _tables(state: NodeState) -> list[str]:
-    """Reserved and quarantined frames are exactly the granted and the pending ones; nothing leased is free."""
+    """Check that reserved and quarantined frames are the granted, pending and loading ones; none leased is free."""
     wrong: list[str] = []
     granted = [a for session in state.sessions.values() for a in session.granted]
-    flying = state.tiering.copies.frames()
-    loading = [address for address in flying if address.extent in state.segment.extents]
-    named = granted + list(state.pending.by_address) + loading
-    if len(set(named)) != len(named):
+    copied = state.tiering.copies.target_frames()
+    loading = [address for address in copied if address.extent in state.segment.extents]
+    owned = granted + list(state.pending.by_address) + loading
+    if len(set(owned)) != len(owned):
         wrong.append("a frame is both granted ahead and pending, or twice so")
-    for address in named:
+    for address in owned:
         extent = state.segment.extents.get(address.extent)
         if extent is None or extent.generation[address.frame] != address.generation:
             wrong.append(f"{address}: granted or pending under a generation the frame does not have")
-    held = sum(
+    reserved = sum(
         extent.count(FrameState.RESERVED) + extent.count(FrameState.QUARANTINED)
         for extent in state.segment.extents.values()
     )
-    if held != len(named):
-        wrong.append(f"{held} frames are reserved or quarantined, {len(named)} are granted, pending or being loaded")
+    if reserved != len(owned):
+        wrong.append(
+            f"{reserved} frames are reserved or quarantined, {len(owned)} are granted, pending or being loaded"
+        )
     ahead = sum(pool.granted_ahead for pool in state.segment.pools.values())
     if ahead != len(granted):
         wrong.append(f"{len(granted)} frames are granted ahead, pools count {ahead}")
     for number, frame in state.leases.frames():
         if state.segment.extents[number].state[frame] not in (SEALED, FrameState.RETIRING):
             wrong.append(f"extent {number} frame {frame}: leased, yet neither sealed nor retiring")
-    wrong += [f"{page.address}: whole, and waits for nothing" for page in state.writing.forgotten()]
+    wrong += [f"{page.address}: complete and not sealed" for page in state.writing.overdue()]
     return wrong
 
 
 def _tenants(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[str]:
-    """Bytes per tenant and tier sum to the tier's; every sealed page counts for the root that its record names."""
+    """Check that bytes per tenant sum to the tier's, and that sealed pages count for the root of their record."""
     wrong: list[str] = []
     holdings, by_extent = space.pages.holdings, {snapshot.extent: snapshot for snapshot in snapshots}
     pages: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
-    coming: Counter[int] = Counter()
+    expected: Counter[int] = Counter()
     for number, extent in space.segment.extents.items():
         size = extent.pool.frame_class.frame_bytes
         roots = by_extent[number].roots if number in by_extent else None
@@ -161,19 +169,20 @@ def _tenants(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
                 if not owner or holdings.roots[owner].root != root:
                     wrong.append(f"extent {number} frame {frame}: counts for root number {owner}, is {root.hex()}'s")
             elif owner:
-                coming[owner] += size
+                expected[owner] += size
     shares: dict[str | None, Counter[str]] = {}
-    for number, held in enumerate(holdings.roots):
-        counted, true = (held.pages, held.bytes, held.coming), (pages[number], sizes[number], coming[number])
+    for number, account in enumerate(holdings.roots):
+        counted = account.pages, account.bytes, account.expected_bytes
+        true = pages[number], sizes[number], expected[number]
         if counted != true:
-            wrong.append(f"root {held.root.hex()}: counts (pages, bytes, coming) {counted}, has {true}")
-        if number and (held.share.salt or "") != state.tenants.salt(held.root) and any(true):
-            wrong.append(f"root {held.root.hex()}: counts for {held.share.salt!r}, is another's")
-        sums = shares.setdefault(held.share.salt, Counter())
-        sums.update(pages=held.pages, bytes=held.bytes, coming=held.coming)
+            wrong.append(f"root {account.root.hex()}: counts (pages, bytes, expected bytes) {counted}, has {true}")
+        if number and (account.share.salt or "") != state.tenants.salt(account.root) and any(true):
+            wrong.append(f"root {account.root.hex()}: counts for {account.share.salt!r}, belongs to another tenant")
+        sums = shares.setdefault(account.share.salt, Counter())
+        sums.update(pages=account.pages, bytes=account.bytes, expected=account.expected_bytes)
     for salt, share in holdings.shares.items():
         sums = shares.get(salt, Counter())
-        if (share.pages, share.bytes, share.coming) != (sums["pages"], sums["bytes"], sums["coming"]):
+        if (share.pages, share.bytes, share.expected_bytes) != (sums["pages"], sums["bytes"], sums["expected"]):
             wrong.append(f"tenant {salt!r}: {share.pages} pages, {share.bytes} bytes are not the sum of its roots'")
     used = sum(extent.sealed * extent.pool.frame_class.frame_bytes for extent in space.segment.extents.values())
     if used != sum(share.bytes for share in holdings.shares.values()):
@@ -182,17 +191,17 @@ def _tenants(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
 
 
 def _copies(state: NodeState, space: Space) -> list[str]:
-    """Reserved frames of a lower tier are exactly those being copied into, retiring ones those being erased."""
-    flying = state.tiering.copies.frames()
-    saving = [address for address in flying if address.extent in space.segment.extents]
+    """Check that reserved frames of a lower tier are those being copied into, and retiring ones those being erased."""
+    copied = state.tiering.copies.target_frames()
+    saving = [address for address in copied if address.extent in space.segment.extents]
     reserved = sum(extent.count(FrameState.RESERVED) for extent in space.segment.extents.values())
     wrong = [f"{reserved} frames are reserved, {len(saving)} are being copied into"] if reserved != len(saving) else []
-    erasing = state.tiering.copies.erasing.values()
-    wiped = {address for pages in erasing for _, address in pages}
+    erasures = state.tiering.copies.erasing.values()
+    erasing = {address for pages in erasures for _, address in pages}
     for number, extent in space.segment.extents.items():
         for frame in (f for f in range(extent.frames) if extent.state[f] == FrameState.RETIRING and not extent.closed):
-            if Address(number, frame, extent.generation[frame]) not in wiped:
-                wrong.append(f"extent {number} frame {frame}: retires, and is not being erased")
+            if Address(number, frame, extent.generation[frame]) not in erasing:
+                wrong.append(f"extent {number} frame {frame}: retiring, and not being erased")
     for address in saving:
         extent = space.segment.extents[address.extent]
         if extent.generation[address.frame] != address.generation:
@@ -201,7 +210,7 @@ def _copies(state: NodeState, space: Space) -> list[str]:
 
 
 def _closure(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[str]:
-    """Every sealed page's parent is sealed; children counts are true; exactly childless pages can be evicted."""
+    """Check that parents are sealed, counts of children are true, and exactly pages without children can be evicted."""
     wrong: list[str] = []
     links = prefix_links.link(snapshots) if snapshots else None
     if links is None:
@@ -211,9 +220,9 @@ def _closure(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
     for i in np.flatnonzero(links.duplicate).tolist():
         wrong.append(f"{links.address(i)}: a second sealed page has its key")
     counts = np.bincount(links.parent[links.parent >= 0], minlength=len(links.parent))
-    holds = Counter(state.writing.held() if space is state.space else ())
-    holds.update(state.tiering.copies.held(space))
-    holds.update(state.pins.held(space))
+    holds = Counter(state.writing.held_parents() if space is state.space else ())
+    holds.update(state.tiering.copies.held_pages(space))
+    holds.update(state.pins.held_pages(space))
     for i, count in enumerate(counts.tolist()):
         address = links.address(i)
         extent = space.segment.extents[address.extent]
@@ -228,19 +237,19 @@ def _closure(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
 
 
 def _spans(space: Space, links: prefix_links.Links) -> list[str]:
-    """Every page is in the span that its place in its chain says."""
+    """Check that every page is in the span of its place in its chain."""
     wrong: list[str] = []
-    true = spans_by_chain(space.segment, links)
+    true_spans = spans_by_chain(space.segment, links)
     for number, extent in space.segment.extents.items():
         mine = links.extents == number
-        has = np.frombuffer(extent.span, np.uint64)[links.frames[mine]]
-        for i in np.flatnonzero(mine)[has != true[mine]].tolist():
-            wrong.append(f"{links.address(i)}: is in another span than its place in its chain says")
+        spans = np.frombuffer(extent.span, np.uint64)[links.frames[mine]]
+        for i in np.flatnonzero(mine)[spans != true_spans[mine]].tolist():
+            wrong.append(f"{links.address(i)}: its span does not match its place in its chain")
     return wrong
 
 
 def _index(snapshots: list[Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
-    """Every index entry names a sealed frame holding that key, and every sealed frame is in the index."""
+    """Check that every index entry names a sealed frame with that key, and that the index has every sealed frame."""
     wrong: list[str] = []
     by_extent = {snapshot.extent: snapshot for snapshot in snapshots}
     entries = 0

@@ -1,10 +1,6 @@
 """What decisions need from outside: views of stored pages, the parts of a tier, and sessions of clients.
 
-Views: what a decision reads back of the pages at rest. The shell provides them; so does a test, in memory.
-
-TierParts: a tier of a node, as its state needs it.
-
-ClientSession: what a node knows of a client process.
+The node's performer implements the views over shared memory and NVMe; tests implement them in memory.
 """
 
 from __future__ import annotations
@@ -20,12 +16,12 @@ from kvstore.model.replica import Address
 from kvstore.state.frames import Segment
 
 Rows = npt.NDArray[np.uint8]
-"""Identity rows ``[pages, 48 + 4 * page_tokens]``: key, root, extra, token ids, as a record keeps them."""
+"""Identity rows ``[pages, 48 + 4 * page_tokens]``: key, root, extra and token ids, as in a record."""
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """One extent's records: ``words`` ``[frames]`` uint64, ``keys``, ``parents`` and ``roots`` ``[frames]`` S16."""
+    """Records of one extent: ``words`` ``[frames]`` uint64, ``keys``, ``parents`` and ``roots`` ``[frames]`` S16."""
 
     extent: int
     words: npt.NDArray[np.uint64]
@@ -35,7 +31,7 @@ class Snapshot:
 
 
 class ChainRun(NamedTuple):
-    """What the records of consecutive frames say: keys and parents one after another, and one number per frame."""
+    """Fields of the records of consecutive frames: joined keys and parents, and one number per frame."""
 
     keys: bytes
     parents: bytes
@@ -44,68 +40,68 @@ class ChainRun(NamedTuple):
 
 
 class PageIndex(Protocol):
-    """key -> address of the SEALED page, as of the last performed instruction."""
+    """The index of sealed pages, as of the last performed instruction."""
 
     def find(self, key: bytes) -> Address | None:
-        """None where no sealed page has that key."""
+        """Return the address of the sealed page with that key; None if there is none."""
         ...
 
     def absent(self, keys: Sequence[bytes]) -> int:
-        """How many of these, from the front, have no entry."""
+        """Return how many of these keys, from the front, have no entry."""
         ...
 
 
 class RecordView(Protocol):
-    """What the decision needs to read back of a SEALED frame's record, and its last use."""
+    """Fields of the records of SEALED frames, and the last use of their pages."""
 
     def key(self, extent: int, frame: int) -> bytes:
-        """The page's key."""
+        """Return the page's key."""
         ...
 
     def lineage(self, extent: int, frame: int) -> tuple[bytes, bytes, bytes]:
-        """The page's key, its root, and its parent, in one look."""
+        """Return the page's key, root and parent, in one read."""
         ...
 
     def parent(self, extent: int, frame: int) -> bytes:
-        """Key of the page before; the root for page 0."""
+        """Return the key of the page before; the root for page 0."""
         ...
 
     def root(self, extent: int, frame: int) -> bytes:
-        """Root of the page's chain."""
+        """Return the root of the page's chain."""
         ...
 
     def extra(self, extent: int, frame: int) -> bytes:
-        """The field for media digests of a page; of an object's page what says so."""
+        """Return the field for digests of media. In an object's page it marks the object's head."""
         ...
 
     def standing(self, extent: int, frame: int) -> int:
-        """The page's place in its chain and turns; see ``replica.standing``."""
+        """Return the page's place in its chain and its turns, see ``replica.standing``."""
         ...
 
     def last_use_ns(self, extent: int, frame: int) -> int:
-        """When a client last read or wrote the page (a hint)."""
+        """Return when a client last read or wrote the page (a hint)."""
         ...
 
     def run(self, extent: int, frames: slice) -> ChainRun:
-        """``key``, ``parent``, ``standing`` and ``last_use_ns`` of these frames."""
+        """Return ``key``, ``parent``, ``standing`` and ``last_use_ns`` of these frames."""
         ...
 
     def snapshots(self) -> list[Snapshot]:
-        """All records at once, for the rare work that must see every page (recovery, damage)."""
+        """Return all records at once, for the rare work that needs every page (recovery, damage)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TieringRules:
-    """How a node uses a tier below its first one.
+    """The rules by which a node uses a tier below its first one.
 
     Args:
-        demote_at: share of a class's frames above in use from which on cold pages are saved ahead; 0: all pages at
-            once.
-        promote_after: reads after which a page is loaded into the tier above.
-        admission: "all" saves every page that leaves the tier above, "reused" only those of chains used by a later
-            request.
-        write_bytes_per_day: bytes that may be written per day; 0: no limit.
+        demote_at: once this share of a class's frames above is in use, cold pages are saved ahead; 0: all pages are
+            saved at once.
+        promote_after: number of reads after which a page is loaded into the tier above.
+        admission: "all" saves every page that leaves the tier above, "reused" only pages of chains that a later
+            request used.
+        write_bytes_per_day: limit of bytes written per day; 0: no limit.
     """
 
     demote_at: float = 0.5
@@ -116,8 +112,12 @@ class TieringRules:
 
 @dataclass(frozen=True, slots=True)
 class TierParts:
-    """A tier of a node as its state needs it. ``generation``: none below this one was used; ``rules``: how pages come
-    there from the tier above."""
+    """A tier of a node, as its state needs it.
+
+    Attributes:
+        generation: lower than all generations that frames get from now on, and higher than all earlier ones.
+        rules: how pages get there from the tier above.
+    """
 
     segment: Segment
     index: PageIndex
@@ -128,9 +128,12 @@ class TierParts:
 
 @dataclass(slots=True)
 class ClientSession:
-    """A client process: what it was granted ahead, and whether its connection is up.
+    """A client process.
 
-    ``tail``: the last page that it published, and under which number.
+    Attributes:
+        granted: frames that were granted to it and are not used yet.
+        connected: its connection is up.
+        tail: number and key of the last page that it published.
     """
 
     granted: set[Address] = field(default_factory=set)

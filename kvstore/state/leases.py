@@ -1,4 +1,4 @@
-"""Leases: deadlines until which named pages keep their frames. Only the node counts them; lookups never take one."""
+"""Leases: deadlines until which named pages keep their frames. Only the node grants them; lookups never take one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LeaseName = tuple[int, int]  # (session, lease id chosen by the client)
 
 @dataclass(slots=True)
 class GrantedLease:
-    """Lives from take until release, deadline, or its session's death."""
+    """A lease, from take until release, deadline, or the end of its session."""
 
     addresses: list[Address]
     until_ns: int
 
 
 class LeaseTable:
-    """All leases, and which frames are under any."""
+    """All leases, and the frames that they hold."""
 
     def __init__(self) -> None:
         self.leases: dict[LeaseName, GrantedLease] = {}
@@ -28,19 +28,19 @@ class LeaseTable:
         return len(self.leases)
 
     def holds(self, extent: int, frame: int) -> bool:
-        """Some lease names this frame."""
+        """Return True if a lease holds this frame."""
         return (extent, frame) in self._frames
 
     def extents(self) -> set[int]:
-        """Extents with a leased frame."""
+        """Return the extents with a leased frame."""
         return {extent for extent, _ in self._frames}
 
     def frames(self) -> set[tuple[int, int]]:
-        """(extent, frame) of every leased frame."""
+        """Return (extent, frame) of every leased frame."""
         return set(self._frames)
 
     def add(self, name: LeaseName, addresses: list[Address], until_ns: int) -> list[int]:
-        """Take a lease, or add pages to one. Returns each frame's latest deadline over all its leases."""
+        """Take a lease, or add pages to one. Return each frame's latest deadline over all its leases."""
         lease = self.leases.get(name)
         if lease is None:
             self.leases[name] = GrantedLease(list(addresses), until_ns)
@@ -59,15 +59,15 @@ class LeaseTable:
         return untils
 
     def until_ns(self, extent: int, frame: int) -> int:
-        """The latest deadline over the frame's leases; 0 where there is none."""
+        """Return the latest deadline over the frame's leases; 0 if it has none."""
         return max((self.leases[name].until_ns for name in self._frames.get((extent, frame), ())), default=0)
 
     def end(self, name: LeaseName) -> list[Address]:
-        """End a lease; returns the addresses that are under no lease any more. Unknown names are ignored."""
+        """End a lease, and return the addresses that have no lease any more. Unknown names are ignored."""
         lease = self.leases.pop(name, None)
         if lease is None:
             return []
-        bare = []
+        unleased = []
         for address in lease.addresses:
             frame = address[:2]
             names = self._frames.get(frame)
@@ -76,13 +76,13 @@ class LeaseTable:
             names.discard(name)
             if not names:
                 del self._frames[frame]
-                bare.append(address)
-        return bare
+                unleased.append(address)
+        return unleased
 
     def expired(self, now_ns: int) -> list[LeaseName]:
-        """Leases past their deadline."""
+        """Return the leases past their deadline."""
         return [name for name, lease in self.leases.items() if lease.until_ns <= now_ns]
 
     def of_session(self, session: int) -> list[LeaseName]:
-        """Leases of a session."""
+        """Return the leases of a session."""
         return [name for name in self.leases if name[0] == session]

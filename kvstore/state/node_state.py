@@ -1,15 +1,14 @@
-"""NodeState: everything a node decides about its frames. ``handle(event) -> [instruction]``; see ``events``.
+"""NodeState: everything that a node decides about its frames, as ``handle(event) -> [instruction]``.
 
-Its tiers are a row, the fastest first: clients write into the first one and lease there, the node copies between
-neighbours (``tiering``). Which frames are free is in each tier's ``frames.Segment``, which pages are being written in
-``writing.Writing``, which are leased in ``leases.LeaseTable``. Sealed pages are known by the index and the
-records alone, read through ``PageIndex`` and ``RecordView``. What engines say of their own memory is in ``mounts``.
+The tiers of a node form a row, the fastest first. Clients write and lease in the first one; the node copies pages
+between neighbours (``tiering``). Free frames are in each tier's ``frames.Segment``, reserved pages in
+``writing.Writing``, leases in ``leases.LeaseTable``, and memory that engines mount in ``mounts``. Sealed pages are only
+in the index and the records, which are read through ``PageIndex`` and ``RecordView``.
 
-Shrinking: extents beyond a segment's bound give their positions up. See ``Segment.limit``; of DRAM alone.
-
-Nothing is granted there any more (``Extent.close``). What is stored there moves into other extents of its class, which
-evict as many of their coldest pages for it as have no room. Leases, reservations and copies on their way keep an extent
-where it is; it is asked again.
+When a node is restarted with less DRAM, it gives back the positions beyond its new size (``Segment.limit``). No frame
+is granted there any more (``Extent.close``), and each tick one extent is emptied (``shrink``): its pages move into
+other extents of their class, which evict their coldest pages if they are full. Leases, reservations and unfinished
+copies keep an extent in place; a later tick tries again.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from kvstore.state.interfaces import ClientSession, TierParts
 from kvstore.state.leases import LeaseTable
 from kvstore.state.mounts import Mounts
 from kvstore.state.objects import ObjectBatches, Objects
-from kvstore.state.operator_evict import Choosing
+from kvstore.state.operator_evict import ChosenEviction
 from kvstore.state.pins import Pins
 from kvstore.state.space import Space
 from kvstore.state.tenants import TenantQuota, Tenants
 from kvstore.state.tier_pages import TierPages, standings_of
 from kvstore.state.tiering.tiering import Tiering
-from kvstore.state.writing import BegunPages, PendingTable, Writing, named_twice
+from kvstore.state.writing import PendingTable, StartedPages, Writing, duplicate_refusal
 
 FREE, SEALED = FrameState.FREE, FrameState.SEALED
 
 
 def shrink(space: Space, out: list[do.Instruction]) -> None:
-    """Empty one extent beyond the bound, if one can be: one decision moves no more than that."""
+    """Empty one extent beyond the bound, if possible. A decision moves at most one extent."""
     beyond = [extent for extent in space.segment.extents.values() if extent.position >= space.segment.bound]
-    kept = space.pages.leases.extents() | space.in_flight() if beyond else set()
+    fixed = space.pages.leases.extents() | space.extents_in_flight() if beyond else set()
     for extent in beyond:
-        still = extent.number not in kept and extent.count(FREE) + extent.sealed == extent.frames
-        if still and _fits(space, extent, out):
+        can_move = extent.number not in fixed and extent.count(FREE) + extent.sealed == extent.frames
+        if can_move and _fits(space, extent, out):
             for frame in [frame for frame in range(extent.frames) if extent.state[frame] == SEALED]:
                 target = space.pages.grant(extent.pool, 1)[0]
                 space.pages.move(Address(extent.number, frame, extent.generation[frame]), target, out)
@@ -54,10 +53,10 @@ def shrink(space: Space, out: list[do.Instruction]) -> None:
 
 
 def _fits(space: Space, extent: Extent, out: list[do.Instruction]) -> bool:
-    """What is sealed there finds room in other extents, once these have evicted their coldest pages."""
-    pool = extent.pool  # whose free frames do not count those of an extent that grants nothing
+    """Return True if the extent's pages fit into other extents, after these have evicted their coldest pages."""
+    pool = extent.pool  # its free frames do not include those of a closed extent
     if extent.sealed > pool.free:
-        space.evict_for(pool, extent.sealed - pool.free, out)
+        space.evict_for_move(pool, extent.sealed - pool.free, out)
     return extent.sealed <= pool.free
 
 
@@ -66,11 +65,13 @@ _OK, _PRESENT, _BUSY = int(Status.OK), int(Status.PRESENT), int(Status.BUSY)
 
 
 class NodeState:
-    """Decides. One thread calls ``handle``; each decision's instructions are performed before the next event.
+    """The decisions of a node.
+
+    One thread calls ``handle``, and performs the instructions of each decision before the next event.
 
     Attributes:
-        spaces: its tiers, in the order of ``tiers``.
-        space: the first of them.
+        spaces: the tiers, in the order of ``tiers``.
+        space: the first tier.
     """
 
     def __init__(
@@ -94,12 +95,12 @@ class NodeState:
             self.tenants.restore(root, about)
         self.spaces: dict[Tier, Space] = {}
         for tier, parts in tiers.items():
-            counters = Counter[str]() if self.spaces else self.counters  # those of the first tier are the node's
+            counters = Counter[str]() if self.spaces else self.counters  # the first tier uses the node's counters
             self.spaces[tier] = Space(TierPages(tier, parts, self.leases, counters, self.tenants.holdings[tier]))
         self.space = next(iter(self.spaces.values()))
         self.segment, self.records = self.space.segment, self.space.pages.records
         self.writing = Writing(self.space, self.tenants, self.counters, lease_ttl_ns_max)
-        self.begun = BegunPages(self.writing, self.sessions)
+        self.started = StartedPages(self.writing, self.sessions)
         rules = {tier: parts.rules for tier, parts in tiers.items()}
         self.tiering = Tiering(self.spaces, rules, self.writing, self.tenants, self.counters)
         self.objects = Objects(self.spaces, self.sessions, self.tiering.copies, self.counters, self._seal_granted)
@@ -109,13 +110,13 @@ class NodeState:
         self._handlers = self._table()
 
     def _table(self) -> dict[type, Callable[[Any], list[do.Instruction]]]:
-        """The handler of each event."""
+        """Return the handler of each event."""
         return {
             ev.SealGranted: self._seal,
             ev.SealObjects: self._seal_objects,
             ev.Delete: self.objects.delete,
             ev.Grant: self._grant,
-            ev.Begin: self.begun.begin,
+            ev.Begin: self.started.begin,
             ev.Reserve: self._reserve,
             ev.Seal: self.writing.seal,
             ev.Revoke: self._revoke,
@@ -128,9 +129,9 @@ class NodeState:
             ev.Damaged: self._damaged,
             ev.Stamped: self._stamped,
             ev.Evict: self._evict,
-            ev.EvictChosen: Choosing(self.space_of).evict,
+            ev.EvictChosen: ChosenEviction(self.space_of).evict,
             ev.Tick: self._tick,
-            ev.NameRoot: self.tenants.named_by,
+            ev.NameRoot: self.tenants.name_root,
             ev.Pin: self.pins.pin,
             ev.RestorePins: self.pins.restore,
             ev.Unpin: self.pins.unpin,
@@ -141,24 +142,24 @@ class NodeState:
         }
 
     def handle(self, event: ev.Event) -> list[do.Instruction]:
-        """Decide about one event. A ``Reply``, where the event wants one, is the last instruction."""
+        """Decide about one event. If the event needs a ``Reply``, it is the last instruction."""
         for space in () if event.joins else self.spaces.values():
             space.begin(event.now_ns)
         out = self._handlers[type(event)](event)
-        return self._booked(out) if self.tenants.book or self.pins.book else out
+        return self._with_book(out) if self.tenants.book or self.pins.book else out
 
-    def _booked(self, out: list[do.Instruction]) -> list[do.Instruction]:
-        """With what has to be written down, first: whose pages are is known before there are any."""
+    def _with_book(self, out: list[do.Instruction]) -> list[do.Instruction]:
+        """Put the changes of names and pins first: the name of a root is written before its pages are."""
         book = self.tenants.book + self.pins.book
         self.tenants.book, self.pins.book = [], []
         return book + out
 
     def space_of(self, extent: int) -> Space:
-        """The tier that an extent belongs to; the first one where there is none of that number."""
+        """Return the tier that has this extent; the first tier if none has it."""
         return next((space for space in self.spaces.values() if extent in space.segment.extents), self.space)
 
     def frames_needed(self, event: ev.Event) -> tuple[FrameClass, int] | None:
-        """The class and number of first-tier frames that the decision about this event may take."""
+        """Return the class and number of first-tier frames that the decision about this event may take."""
         return event.frames_needed(self._class_of)
 
     def _class_of(self, address: Address) -> FrameClass | None:
@@ -204,34 +205,38 @@ class NodeState:
         if event.ahead:
             count = max(0, min(count, self.segment.ahead_max(pool) - pool.granted_ahead))
         else:
-            count = self.writing.through.room(pool, event.anchor, count)
+            count = self.writing.write_through.grantable(pool, event.anchor, count)
         session = self.sessions.setdefault(event.session, ClientSession())
         published, tail = session.tail
-        kept = (event.anchor, tail) if 0 < event.since <= published else (event.anchor,)
-        with self.space.keeping(kept):
+        anchors = (event.anchor, tail) if 0 < event.since <= published else (event.anchor,)
+        with self.space.holding(anchors):
             fits = self._fit(event, count, out) if self.space.pages.holdings.limited and count else count
             addresses = self.space.take(pool, fits, out) if fits else []
         if not addresses and not event.ahead:
-            addresses = self.writing.through.make_room(event.anchor, pool, event.count, out)
+            addresses = self.writing.write_through.take_for_put(event.anchor, pool, event.count, out)
         if addresses:
             session.granted.update(addresses)
             pool.granted_ahead += len(addresses)
             if event.root:
                 self.space.pages.expect(addresses, self.tenants.number(event.root))
             out.append(do.WriteGranted(addresses, event.session))
-        none = self.writing.no_space(Status.OVER_QUOTA if fits < count else Status.NO_SPACE)
-        status = Status.OK if addresses else none if count or self.space.departures.waiting else Status.NO_SPACE
+        refusal = self.writing.no_space(Status.OVER_QUOTA if fits < count else Status.NO_SPACE)
+        status = Status.OK if addresses else refusal if count or self.space.departures.waiting else Status.NO_SPACE
         out.append(do.Reply(status, addresses=addresses))
         return out
 
     def _fit(self, event: ev.Grant, count: int, out: list[do.Instruction]) -> int:
-        """How many of these frames the tenant may fill: of the root that is named, or told by what the pages will hang
-        on. Ahead of need a small share of its quota."""
+        """Return how many of these frames the tenant may fill. Ahead of need it gets a small share of its quota.
+
+        The tenant is that of the event's root, or else of the page that the new pages will follow.
+        """
         root = event.root
         if not root:
             page = self.space.pages.find(event.anchor) if event.anchor else None
-            root = event.anchor if page is None or self.tenants.known(event.anchor) else self.space.pages.root_of(page)
-            if not self.tenants.known(root):  # a page that has left: the seal will tell whose they are
+            root = event.anchor
+            if page is not None and not self.tenants.is_known(root):
+                root = self.space.pages.root_of(page)
+            if not self.tenants.is_known(root):  # the page has left: the tenant is not known before the seal
                 return count
         number = self.tenants.number(root)
         if event.ahead:
@@ -254,8 +259,10 @@ class NodeState:
     def _with_refused_freed(
         self, event: ev.SealGranted | ev.SealObjects, out: list[do.Instruction]
     ) -> list[do.Instruction]:
-        """Free the frames that a published put may not keep: its writer receives no reply. A put that is BUSY keeps its
-        frames, because it will be decided again."""
+        """Free the frames of refused pages in a published put, whose writer receives no reply.
+
+        A put that is BUSY keeps its frames, because it will be decided again.
+        """
         reply, session = out[-1], self.sessions.get(event.session)
         assert type(reply) is do.Reply
         if not event.number or session is None or _BUSY in reply.statuses:
@@ -277,23 +284,21 @@ class NodeState:
         keys = keys_of(event.rows)
         count = len(keys)
         if len(set(keys)) != count or len(set(event.addresses)) != count:
-            return [named_twice()]
-        self.begun.withdraw(event.session, event.addresses, out)
+            return [duplicate_refusal()]
+        self.started.withdraw(event.session, event.addresses, out)
         root = event.rows[0, ROOT].tobytes()
         first, parent = self.space.pages.leading(root, event.parent, keys)
         if parent is None and event.parent != root:
-            below = self.writing.through.seal(event, granted, keys, self.tenants.number(root))
+            below = self.writing.write_through.seal(event, granted, keys, self.tenants.number(root))
             if below is not None:
                 return [*out, *below]
-        # By prefix closure nothing after the first absent page can be stored. What is granted up to the first frame
-        # that is not is sealed; the pages after that one hang on nothing.
+        # By prefix closure, no page after the first absent one can be stored. So pages are sealed up to the first frame
+        # that is not granted; the pages after it would have no parent.
         last = first
         if parent is not None or event.parent == root:
             rest = event.addresses[first:]
             last = count if granted.issuperset(rest) else first + [a in granted for a in rest].index(False)
-            last = first + self.space.pages.absent(
-                keys[first:last]
-            )  # a key that was forged stays with the page that has it
+            last = first + self.space.pages.absent(keys[first:last])  # a forged key stays with the page that has it
         number, whole = self.tenants.number(root), last
         if last > first and self.space.pages.holdings.limited:
             anchor = keys[first - 1] if first else event.parent
@@ -307,7 +312,7 @@ class NodeState:
         if last > first:
             addresses, parents = event.addresses[first:last], [event.parent, *keys][first:last]
             granted.difference_update(addresses)
-            # What this very request put before (a found page included) is no earlier request's.
+            # Pages that this request has put before, or found stored, do not belong to an earlier request.
             position, turns = self.space.pages.standing_after(parent, event.continues)
             infos = standings_of(position, turns, last - first, event.hints[first:last])
             leaf_key = int.from_bytes(keys[last - 1][:8], "little")
@@ -336,7 +341,7 @@ class NodeState:
 
     @property
     def pending(self) -> PendingTable:
-        """Reserved pages."""
+        """The pending pages."""
         return self.writing.pending
 
     def _reserve(self, event: ev.Reserve) -> list[do.Instruction]:
@@ -346,13 +351,13 @@ class NodeState:
     def _revoke(self, event: ev.Revoke) -> list[do.Instruction]:
         out: list[do.Instruction] = []
         session = self.sessions.setdefault(event.session, ClientSession())
-        self.begun.withdraw(event.session, event.addresses, out)
+        self.started.withdraw(event.session, event.addresses, out)
         granted = set(event.addresses) & session.granted
         self._free_granted(session, sorted(granted), out)
-        theirs = self.writing.revoke(event.session, event.addresses, out, event.shard)
+        was_writer = self.writing.revoke(event.session, event.addresses, out, event.shard)
         statuses = [
             int(Status.OK if written or address in granted else Status.STALE)
-            for address, written in zip(event.addresses, theirs, strict=True)
+            for address, written in zip(event.addresses, was_writer, strict=True)
         ]
         out.append(do.Reply(statuses=statuses))
         return out
@@ -361,13 +366,13 @@ class NodeState:
 
     def _take_lease(self, event: ev.TakeLease) -> list[do.Instruction]:
         until_ns = event.now_ns + min(event.ttl_ns, self.lease_ttl_ns_max)
-        held = [address for address in event.addresses if self.space.pages.sealed(address)]
-        statuses = [int(Status.OK)] * len(held)
-        if len(held) < len(event.addresses):
+        sealed = [address for address in event.addresses if self.space.pages.sealed(address)]
+        statuses = [int(Status.OK)] * len(sealed)
+        if len(sealed) < len(event.addresses):
             statuses = [int(Status.OK if self.space.pages.sealed(a) else Status.STALE) for a in event.addresses]
         out: list[do.Instruction] = []
-        if held:
-            out.append(do.WriteLease(held, self.leases.add((event.session, event.lease), held, until_ns)))
+        if sealed:
+            out.append(do.WriteLease(sealed, self.leases.add((event.session, event.lease), sealed, until_ns)))
         return [*out, do.Reply(statuses=statuses)]
 
     def _renew_lease(self, event: ev.RenewLease) -> list[do.Instruction]:
@@ -384,11 +389,11 @@ class NodeState:
         return [*out, do.Reply()]
 
     def _end_lease(self, name: tuple[int, int], out: list[do.Instruction]) -> None:
-        bare = self.leases.end(name)
-        sealed = [address for address in bare if self.space.pages.sealed(address)]
+        unleased = self.leases.end(name)
+        sealed = [address for address in unleased if self.space.pages.sealed(address)]
         if sealed:
             out.append(do.WriteLease(sealed, [0] * len(sealed)))
-        self.space.pages.free_retired(bare, out)
+        self.space.pages.free_retired(unleased, out)
 
     # --- damage, eviction, time -------------------------------------------------------------------------------------
 
@@ -400,7 +405,7 @@ class NodeState:
             family = space.pages.family(event.address, event.key)
             held = self.writing.drop_children(list(family.values()), out) if space is self.space else []
             self.pins.lost(space, family.values())
-            held += self.tiering.copies.held(space) + self.pins.held(space)
+            held += self.tiering.copies.held_pages(space) + self.pins.held_pages(space)
             space.pages.drop(family, held, out, event.reason)
             self.tiering.lost(space, set(family.values()))
             self.counters["pages_dropped"] += len(family)
@@ -420,15 +425,16 @@ class NodeState:
         for name in self.leases.expired(event.now_ns):
             self._end_lease(name, out)
         self.writing.expire(event.now_ns, out)
-        self.begun.expire(event.now_ns, out)
+        self.started.expire(event.now_ns, out)
         self.pins.expire(event.now_ns)
         for space in self.spaces.values():
             space.quotas.trim(out)
         shrink(self.space, out)
-        lost = [number for number, session in self.sessions.items() if not session.connected]
-        start = self._checked % len(lost) if lost else 0  # in turn: paused ones must not hide dead ones
+        disconnected = [number for number, session in self.sessions.items() if not session.connected]
+        start = self._checked % len(disconnected) if disconnected else 0  # in turn, so that every one is checked
         self._checked += CHECK_SESSIONS_PER_TICK
-        out += [do.CheckSession(number) for number in (lost[start:] + lost[:start])[:CHECK_SESSIONS_PER_TICK]]
+        sessions = (disconnected[start:] + disconnected[:start])[:CHECK_SESSIONS_PER_TICK]
+        out += [do.CheckSession(number) for number in sessions]
         return out
 
     def _populated(self, event: ev.Populated) -> list[do.Instruction]:

@@ -1,16 +1,14 @@
-"""Objects: what the node decides about opaque objects; see ``model.objects``. Part of ``NodeState``.
+"""Objects: what the node decides about opaque objects (see ``model.objects``). Part of ``NodeState``.
 
-Unlike a page, an object has contents that its key does not name. So all tiers together hold one version of it at most:
-a head is sealed only where none has one, or where the one that is there is the one to be replaced.
+The key of a page names its content; the key of an object does not. So all tiers together hold at most one version of an
+object. A head is sealed only if no tier has a head of that key, or if the stored head is the one to be replaced.
 
-ObjectBatches: whole objects sealed together, each its pieces and its head. Part of ``NodeState``.
+A request may have many objects (``ObjectBatches``), each with its pieces and its head. Either all pages of an object
+are sealed, the head last, or none. An object that is refused does not affect the others. One instruction seals the
+pages of all objects, so that a batch of small objects costs the node little more than a batch of pages::
 
-All pages of an object are sealed, its head last, or none. An object that is refused does not affect the others. All
-that are sealed leave as one instruction, so that a batch of small objects costs the node little more than a batch of
-pages::
-
-    asked     a's head | b's pieces, b's head | c's head       c's key is there already, and c replaces nothing
-    answered  OK       | OK ..                | PRESENT        one ``WriteSealed`` of the pages of a and b
+    request   a's head | b's pieces, b's head | c's head       c's key is stored already, and c replaces nothing
+    reply     OK       | OK ..                | PRESENT        one ``WriteSealed`` with the pages of a and b
 """
 
 from __future__ import annotations
@@ -31,18 +29,22 @@ from kvstore.state.interfaces import ClientSession
 from kvstore.state.space import Space
 from kvstore.state.tier_pages import standings_of
 from kvstore.state.tiering.copying import CopyBatches
-from kvstore.state.writing import Writing, named_twice
+from kvstore.state.writing import Writing, duplicate_refusal
 
 Seal = Callable[[ev.SealGranted], list[do.Instruction]]
 NOWHERE = Address(0, 0, 0)
 
 
-LOOSE_MAX = 4096  # pieces of that many unfinished objects are remembered; others leave as they get cold
+LOOSE_MAX = 4096  # unfinished objects whose pieces are remembered; pieces of others leave when they are cold
 
 
 class Objects:
-    """Seals and deletes whole objects. ``spaces``: the node's tiers, the first of which clients write into;
-    ``seal_chain`` is how the node seals pages of one chain."""
+    """The decisions that seal and delete objects.
+
+    Args:
+        spaces: the node's tiers; clients write into the first one.
+        seal_chain: seals pages of one chain.
+    """
 
     def __init__(
         self,
@@ -58,58 +60,58 @@ class Objects:
         self._counters = counters
         self._seal_chain = seal_chain
         self._scanning = len(self._spaces) > 1
-        self._loose: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # last pieces whose head is yet to come, and the sessions that put them
+        # Last pieces of objects whose heads are not stored yet -> the sessions that put them.
+        self._loose: OrderedDict[bytes, int] = OrderedDict()
 
     def seal(self, event: ev.SealGranted) -> list[do.Instruction]:
-        """A head, ``event.replaces`` being the head it replaces, if any.
+        """Seal the head of an object. ``event.replaces`` is the head that it replaces, if any.
 
-        Per head: OK, PRESENT (another is there), NO_SPACE (a page of another root has its key), BUSY (what it replaces
-        is on its way, or not erased yet, or it is not known yet what lower tiers hold), NO_PARENT, STALE.
+        The status is OK, PRESENT (another head is stored), NO_SPACE (a page of another root has its key), NO_PARENT,
+        STALE or BUSY. BUSY: the replaced object is being copied or not erased yet, or it is not known yet which objects
+        lower tiers hold.
         """
         key, root = event.rows[0, KEY].tobytes(), event.rows[0, ROOT].tobytes()
         assert event.replaces is not None and len(event.rows) == 1
         if not is_object_class(event.frame_class):
             return [do.Reply(Status.INVALID, detail={"field": "frame_class", "reason": "holds no objects"})]
         about = read_row(event.rows[0].tobytes())
-        ours = about is not None and objects.key_hash(about[0], about[1].name) == key
-        if about is None or not ours or not about[1].is_whole(event.frame_class.page_bytes):
+        matches = about is not None and objects.key_hash(about[0], about[1].name) == key
+        if about is None or not matches or not about[1].is_whole(event.frame_class.page_bytes):
             return [do.Reply(Status.INVALID, detail={"field": "pages", "reason": "must be an object's head"})]
         current = self.find(key)
         status = self.may_seal(key, root, current, event.replaces)
         if status != Status.OK:
             return [do.Reply(statuses=[int(status)])]
-        space, granted = self._spaces[0], self._sessions.get(event.session)
+        space, session = self._spaces[0], self._sessions.get(event.session)
         parent_ok = event.parent == root or space.pages.find_in(root, event.parent) is not None
-        mine = granted is not None and event.addresses[0] in granted.granted
+        is_granted = session is not None and event.addresses[0] in session.granted
         out: list[do.Instruction] = []
-        if current is not None and parent_ok and mine:
+        if current is not None and parent_ok and is_granted:
             self.drop(key, out)
         self._loose.pop(event.parent, None)
         return out + self._seal_chain(event)
 
     def may_seal(self, key: bytes, root: bytes, current: Address | None, replaces: Address) -> Status:
-        """Whether a head of this key may be sealed where ``current`` is the page that has the key now."""
-        if self._scans():
+        """Return OK if a head of this key may be sealed. ``current`` is the page that has the key now, if any."""
+        if self._is_scanning():
             return Status.BUSY
         if current is not None and self._space_of(current).pages.root_of(current) != root:
-            return Status.NO_SPACE  # a page that was forged to have this key: the one that came first has it
+            return Status.NO_SPACE  # one of the two keys is forged: the page that was stored first keeps the key
         if (current or NOWHERE) != replaces:
             return Status.PRESENT
-        return Status.BUSY if self._moving(key) else Status.OK
+        return Status.BUSY if self._is_moving(key) else Status.OK
 
     @property
-    def settled(self) -> bool:
-        """True while no object is on its way between tiers, and it is known which objects lower tiers hold."""
-        return not self._scans() and not self._copies.busy
+    def is_settled(self) -> bool:
+        """True while no object is being copied or erased, and it is known which objects lower tiers hold."""
+        return not self._is_scanning() and not self._copies.is_busy
 
     def absent(self, keys: list[bytes]) -> bool:
-        """Whether no tier has a page of any of these keys."""
+        """Return True if no tier has a page of any of these keys."""
         return all(space.pages.absent(keys) == len(keys) for space in self._spaces)
 
     def sealed(self, event: ev.SealGranted, reply: do.Reply) -> None:
-        """Pages of one layer were sealed; where they are pieces, they go with their writer if no head follows."""
+        """Remember sealed pieces, so that they are dropped with their session if no head follows."""
         count = reply.statuses.count(Status.OK)
         if count and event.rows[0, EXTRA].tobytes().startswith(PIECE_TAG) and is_object_class(event.frame_class):
             last = len(reply.statuses) - 1 - reply.statuses[::-1].index(Status.OK)
@@ -119,25 +121,28 @@ class Objects:
             self._loose[event.rows[last, KEY].tobytes()] = event.session
 
     def end_session(self, session: int, out: list[do.Instruction]) -> None:
-        """A writer is dead: pieces that it put without their heads are of no use."""
+        """Drop the pieces of an ended session whose heads are missing: they are of no use."""
         for key in [key for key, owner in self._loose.items() if owner == session]:
             del self._loose[key]
-            if self.find(key) is not None and not self._moving(key):  # else it leaves when it is cold
+            if self.find(key) is not None and not self._is_moving(key):  # else they leave when they are cold
                 self.drop(key, out)
 
     def delete(self, event: ev.Delete) -> list[do.Instruction]:
-        """The chain that ends with each of these pages goes, in all tiers, as far as nothing else hangs on it."""
+        """Handle ``events.Delete``: drop the chain that ends with each of these pages from all tiers.
+
+        Pages with other children stay.
+        """
         out: list[do.Instruction] = []
         statuses = []
         for address in event.addresses:
             space = self._space_of(address)
             status = Status.OK
-            if not space.pages.sealed(address) or not self._is_objects(space, address):
+            if not space.pages.sealed(address) or not self._is_object_page(space, address):
                 status = Status.STALE
             else:
                 extent = space.segment.extents[address.extent]
                 key = space.pages.records.key(address.extent, address.frame)
-                if self._scans() or self._moving(key):
+                if self._is_scanning() or self._is_moving(key):
                     status = Status.BUSY
                 elif extent.children[address.frame]:
                     status = Status.STALE
@@ -149,23 +154,26 @@ class Objects:
         return out
 
     @staticmethod
-    def _is_objects(space: Space, address: Address) -> bool:
-        """A head or a piece. Pages of a prompt may have the same class; their field is a digest, or zeros, and begins
-        with these words as seldom as a forged one would."""
+    def _is_object_page(space: Space, address: Address) -> bool:
+        """Return True for a head or a piece.
+
+        Pages of a prompt may have the same class. Their field is a digest or zeros, and begins with one of the tags as
+        rarely as a forged one.
+        """
         tag = space.pages.records.extra(address.extent, address.frame)[: len(HEAD_TAG)]
         frame_class = space.segment.extents[address.extent].pool.frame_class
         return tag in (HEAD_TAG, PIECE_TAG) and is_object_class(frame_class)
 
     def find(self, key: bytes) -> Address | None:
-        """The page of that key, in the fastest tier that has it."""
+        """Return the page of that key in the fastest tier that has it; None if no tier has it."""
         return next(filter(None, (space.pages.find(key) for space in self._spaces)), None)
 
     def _space_of(self, address: Address) -> Space:
         first, *lower = self._spaces
         return next((space for space in lower if address.extent in space.segment.extents), first)
 
-    def _scans(self) -> bool:
-        """True while it is unknown which objects lower tiers hold: one that is deleted now could be found later."""
+    def _is_scanning(self) -> bool:
+        """Return True while it is not known which objects lower tiers hold: a deleted one could be found later."""
         if self._scanning:
             self._scanning = any(
                 is_object_class(extent.pool.frame_class) and extent.count(FrameState.QUARANTINED)
@@ -175,7 +183,7 @@ class Objects:
         return self._scanning
 
     def _chain(self, space: Space, key: bytes) -> list[bytes]:
-        """Keys from this one up to the first of its chain, in that tier."""
+        """Return the keys from this one up to the first of its chain in that tier."""
         keys: list[bytes] = []
         address = space.pages.find(key)
         while address is not None:
@@ -185,62 +193,65 @@ class Objects:
             address = None if at_root else space.pages.find(key)
         return keys
 
-    def _moving(self, key: bytes) -> bool:
-        """A page of this object is on its way, or what was stored under its key is not erased yet."""
-        if not self._copies.busy:
+    def _is_moving(self, key: bytes) -> bool:
+        """Return True if a page of this object is being copied, or a former page of its key is not erased yet."""
+        if not self._copies.is_busy:
             return False
         keys = {one for space in self._spaces for one in self._chain(space, key)}
         return self._copies.touches(keys | {key})
 
     def drop(self, key: bytes, out: list[do.Instruction]) -> None:
-        """The object goes from all tiers, the lowest first: what is left of it then is found by no reboot."""
+        """Drop an object from all tiers, the lowest first, so that after a kill no reboot finds a remaining page."""
         spaces = self._spaces[::-1]
         keys = max((self._chain(space, key) for space in spaces), key=len)
         for space in spaces:
-            gone: list[bytes] = []
+            dropped: list[bytes] = []
             addresses: list[Address] = []
-            for one in keys:
-                address = space.pages.find(one)
+            for page_key in keys:
+                address = space.pages.find(page_key)
                 if address is None:
                     continue
-                if space.segment.extents[address.extent].children[address.frame] != (1 if gone else 0):
+                if space.segment.extents[address.extent].children[address.frame] != (1 if dropped else 0):
                     break
-                gone.append(one)
+                dropped.append(page_key)
                 addresses.append(address)
-            if not gone:
+            if not dropped:
                 continue
-            parent = space.pages.find(keys[keys.index(gone[-1]) + 1]) if gone[-1] != keys[-1] else None
+            parent = space.pages.find(keys[keys.index(dropped[-1]) + 1]) if dropped[-1] != keys[-1] else None
             if parent is not None:
                 space.pages.unhold(parent)
             roots = [space.pages.root_of(address) for address in addresses]
             space.pages.retire(addresses, out)
             spans = spans_at(space.segment, addresses)
-            out.append(do.Unindex(gone, space.tier, "dropped", "deleted", roots, spans))
+            out.append(do.Unindex(dropped, space.tier, "dropped", "deleted", roots, spans))
 
 
 _ALONE = standings_of(0, 0, 1)
 _HEAD, _PIECE = np.frombuffer(HEAD_TAG + PIECE_TAG, np.uint64).tolist()
 _TAG = slice(EXTRA.start, EXTRA.start + len(HEAD_TAG))
 Span = tuple[int, int]
-"""The pages of an object among those of a request: the first, and the one after its head."""
+"""Places of an object's pages in a request: the first page, and the one after the head."""
 
 
 class ObjectBatches:
-    """Decides about requests of several objects. ``writing``: of the tier that clients write into."""
+    """The decisions about requests with several objects. ``writing`` belongs to the first tier."""
 
-    def __init__(self, each: Objects, writing: Writing, sessions: Mapping[int, ClientSession]) -> None:
-        self._objects = each
+    def __init__(self, single: Objects, writing: Writing, sessions: Mapping[int, ClientSession]) -> None:
+        self._objects = single
         self._writing = writing
         self._space = writing.space
         self._sessions = sessions
 
     def seal(self, event: ev.SealObjects) -> list[do.Instruction]:
-        """See ``events.SealObjects``. Per page what became of its object: as ``Objects.seal``, and OVER_QUOTA."""
+        """Handle ``events.SealObjects``.
+
+        The reply has the status of its object for each page: as in ``Objects.seal``, or OVER_QUOTA.
+        """
         keys, spans = keys_of(event.rows), _spans(event)
         root = event.rows[0, ROOT].tobytes()
         if len(set(keys)) != len(keys) or len(set(event.addresses)) != len(keys):
-            return [named_twice()]
-        if not spans or not _heads_hold(event, keys, root, spans):
+            return [duplicate_refusal()]
+        if not spans or not _are_heads_valid(event, keys, root, spans):
             reason = "must be whole objects, each with an object's head"
             return [do.Reply(Status.INVALID, detail={"field": "pages", "reason": reason})]
         out: list[do.Instruction] = []
@@ -250,36 +261,36 @@ class ObjectBatches:
             if statuses[i] == Status.OK and event.replaces[stop - 1] != NOWHERE:
                 self._objects.drop(key, out)
                 if self._objects.find(key) is not None:
-                    statuses[i] = Status.PRESENT  # a page hangs on it, so it stays
+                    statuses[i] = Status.PRESENT  # the old object has a child, and stays
         number = self._writing.tenants.number(root)
         if self._space.pages.holdings.limited:
             self._admit(event, number, spans, statuses, out)
         chosen = [span for span, status in zip(spans, statuses, strict=True) if status == Status.OK]
         if chosen:
             self._seal(event, keys, root, number, chosen, out)
-        answers: list[int] = []
+        page_statuses: list[int] = []
         for (start, stop), status in zip(spans, statuses, strict=True):
-            answers += [int(status)] * (stop - start)
-        out.append(do.Reply(statuses=answers))
+            page_statuses += [int(status)] * (stop - start)
+        out.append(do.Reply(statuses=page_statuses))
         return out
 
     def _statuses(self, event: ev.SealObjects, keys: list[bytes], root: bytes, spans: list[Span]) -> list[Status]:
-        """Whether each object may be sealed, apart from its tenant's quota."""
+        """Return OK for each object that may be sealed. The tenant's quota is not checked here."""
         new = self._objects.absent(keys)
         session = self._sessions.get(event.session)
         granted = session.granted if session is not None else set[Address]()
-        mine = granted.issuperset(event.addresses)
-        if new and mine and self._objects.settled and event.replaces.count(NOWHERE) == len(keys):
+        all_granted = granted.issuperset(event.addresses)
+        if new and all_granted and self._objects.is_settled and event.replaces.count(NOWHERE) == len(keys):
             return [Status.OK] * len(spans)
         statuses = []
         for start, stop in spans:
             key = keys[stop - 1]
             current = None if new else self._objects.find(key)
             status = self._objects.may_seal(key, root, current, event.replaces[stop - 1])
-            if status == Status.OK and not (mine or granted.issuperset(event.addresses[start:stop])):
+            if status == Status.OK and not (all_granted or granted.issuperset(event.addresses[start:stop])):
                 status = Status.STALE
             if status == Status.OK and not new and not self._objects.absent(keys[start : stop - 1]):
-                status = Status.STALE  # an earlier request of these very pages was carried out, and its head has left
+                status = Status.STALE  # an earlier request has sealed these pages, and its head has left
             statuses.append(status)
         return statuses
 
@@ -291,7 +302,7 @@ class ObjectBatches:
         statuses: list[Status],
         out: list[do.Instruction],
     ) -> None:
-        """Choose among the objects that may be sealed as many whole ones as their tenant's quota allows."""
+        """Refuse the last objects, as whole objects, if their tenant's quota does not allow all of them."""
         chosen = [i for i, status in enumerate(statuses) if status == Status.OK]
         pages = [page for i in chosen for page in range(*spans[i])]
         fits = self._space.quotas.admit(number, event, pages, b"", out) if pages else 0
@@ -336,7 +347,7 @@ class ObjectBatches:
 
 
 def _spans(event: ev.SealObjects) -> list[Span]:
-    """The objects of a request; empty where its pages do not form whole objects."""
+    """Return the spans of a request's objects; an empty list if its pages do not form whole objects."""
     tags: list[int] = event.rows[:, _TAG].copy().view(np.uint64)[:, 0].tolist()
     stops = [page for page, tag in enumerate(tags, 1) if tag == _HEAD]
     if not is_object_class(event.frame_class) or tags[-1] != _HEAD or tags.count(_PIECE) + len(stops) != len(tags):
@@ -344,15 +355,17 @@ def _spans(event: ev.SealObjects) -> list[Span]:
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
-def _heads_hold(event: ev.SealObjects, keys: list[bytes], root: bytes, spans: list[Span]) -> bool:
-    """Whether all pages are of one root, and each head's key is of what it says, and as many pieces are before it as it
-    says and its value needs."""
+def _are_heads_valid(event: ev.SealObjects, keys: list[bytes], root: bytes, spans: list[Span]) -> bool:
+    """Return True if all pages have one root, and each head matches its key and its number of pieces.
+
+    The number of pieces must be the one in the head, and the one that the value's size needs.
+    """
     if event.rows[:, ROOT].tobytes() != root * len(keys):
         return False
-    told, page_bytes = HeadRows(event.rows[[stop - 1 for _, stop in spans]], root), event.frame_class.page_bytes
+    heads, page_bytes = HeadRows(event.rows[[stop - 1 for _, stop in spans]], root), event.frame_class.page_bytes
     for i, (start, stop) in enumerate(spans):
-        name, pieces = told.name(i), stop - start - 1
-        whole = told.pieces[i] == pieces == pieces_of(told.value_bytes[i], page_bytes)
-        if not name or not whole or objects.key_hash(root, name) != keys[stop - 1]:
+        name, pieces = heads.name(i), stop - start - 1
+        is_whole = heads.pieces[i] == pieces == pieces_of(heads.value_bytes[i], page_bytes)
+        if not name or not is_whole or objects.key_hash(root, name) != keys[stop - 1]:
             return False
     return True

@@ -1,7 +1,7 @@
-"""Choosing: pages that an operator named leave, those that may. What is chosen, and why the rest stays.
+"""Eviction of chosen pages: an operator names pages of one tier. The reply says why a page stays.
 
-Addresses come leaves first, so that a whole tail leaves in one decision. A worked example, a chain A B C where C is
-leased and the names come as ``C B A``::
+Addresses come leaves first, so that a whole tail leaves in one decision. A worked example: in a chain A B C the page C
+is leased, and the addresses are those of ``C B A``::
 
     C   leased      stays, "leased"
     B   has C       stays, "children"
@@ -20,39 +20,39 @@ from kvstore.state.space import UNSAVED_MAX, Space
 CHANGED, LEASED, CHILDREN, UNSAVED = "changed", "leased", "children", "unsaved"
 
 
-class Choosing:
-    """Decides about ``events.EvictChosen``. Part of ``NodeState``."""
+class ChosenEviction:
+    """The decisions about ``events.EvictChosen``. Part of ``NodeState``."""
 
     def __init__(self, space_of: Callable[[int], Space]) -> None:
         self._space_of = space_of
 
     def evict(self, event: ev.EvictChosen) -> list[do.Instruction]:
-        """Reply detail: ``gone`` (places in ``addresses``) and ``stayed`` (place -> reason)."""
+        """Evict pages. The reply's detail has ``gone`` (places in ``addresses``) and ``stayed`` (place -> reason)."""
         out: list[do.Instruction] = []
-        gone: list[int] = []
+        evicted: list[int] = []
         stayed: dict[int, str] = {}
         if event.addresses:
             space = self._space_of(event.addresses[0].extent)
-            self._leave(space, event, gone, stayed, out)
-            assert len(gone) + len(stayed) == len(event.addresses), "every page goes or stays"
-        out.append(do.Reply(detail={"gone": gone, "stayed": stayed}))
+            self._evict(space, event, evicted, stayed, out)
+            assert len(evicted) + len(stayed) == len(event.addresses), "every page leaves or stays"
+        out.append(do.Reply(detail={"gone": evicted, "stayed": stayed}))
         return out
 
-    def _leave(
-        self, space: Space, event: ev.EvictChosen, gone: list[int], stayed: dict[int, str], out: list[do.Instruction]
+    def _evict(
+        self, space: Space, event: ev.EvictChosen, evicted: list[int], stayed: dict[int, str], out: list[do.Instruction]
     ) -> None:
-        leaving = space.departures.leaving()
+        leaving = space.departures.new_batch()
         for place, address in enumerate(event.addresses):
-            reason = self._stays(space, address, event.save)
+            reason = self._reason_to_stay(space, address, event.save)
             if reason:
                 stayed[place] = reason
             else:
                 space.departures.leave(space.segment.extents[address.extent], address.frame, leaving)
-                gone.append(place)
-        space.departures.left(leaving, "request", out)
+                evicted.append(place)
+        space.departures.finish(leaving, "request", out)
 
-    def _stays(self, space: Space, address: Address, save: bool) -> str:
-        """Why a page may not leave now; "" where it may. One that has to be saved first is set aside for that."""
+    def _reason_to_stay(self, space: Space, address: Address, save: bool) -> str:
+        """Return why a page may not leave now, or "". A page that has to be saved first is set aside for that."""
         if not space.pages.sealed(address):
             return CHANGED
         extent = space.segment.extents[address.extent]
@@ -61,7 +61,7 @@ class Choosing:
         if extent.children[address.frame]:
             return CHILDREN
         pool, slot = extent.pool, extent.slot_base + address.frame
-        full = len(pool.unsaved) >= UNSAVED_MAX and slot not in pool.ready
-        if save and space.departures.below is not None and (full or not space.departures.may_leave(pool, slot)):
+        is_full = len(pool.unsaved) >= UNSAVED_MAX and slot not in pool.ready
+        if save and space.departures.below is not None and (is_full or not space.departures.may_leave(pool, slot)):
             return UNSAVED
         return ""

@@ -1,11 +1,12 @@
-"""Quotas: a tenant that has all it may have makes room for its own pages only.
+"""Quotas: a tenant that has reached its quota makes room only with its own pages.
 
-Its own coldest tails leave first, never what the new pages will hang on. How long a page was not used counts as its
-hint weighs it, where the tier's policy follows hints. Where a tail has to be saved to the tier below first, it is set
-aside for that and the caller is told to ask again (``Departures.waiting``). What still does not fit is refused.
+Its coldest tails leave first, but never the page that the new pages will follow. The time since the last use is
+weighted by the page's hint, if the eviction policy of the tier follows hints. A tail that must be saved to the tier
+below first is set aside for that, and the caller is asked to try again (``Departures.waiting``). Pages that still do
+not fit are refused.
 
-A tenant can come to have more than it may without storing anything: the node was started with a smaller quota, a scan
-found pages again, or a client named their owner late. Then its tails leave by and by (``trim``).
+A tenant may exceed its quota without storing anything: the node was started with a smaller quota, a scan found pages,
+or a client named the tenant of a root late. Then its tails leave step by step (``trim``).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from kvstore.state.eviction.base import HINT_MS, HINT_WEIGHTS
 from kvstore.state.tenants import Leaf, Share
 from kvstore.state.tier_pages import TierPages
 
-TRIM_LOOKS = 256  # leaves of a tenant that are looked at by one ``trim``
+TRIM_LOOKS = 256  # leaves of a tenant that one ``trim`` may look at
 SEALED = int(FrameState.SEALED)
 
 
 class Quotas:
-    """What tenants may add to one tier. Part of ``Space``."""
+    """Limits of what tenants may add to one tier. Part of ``Space``."""
 
     def __init__(self, pages: TierPages, departures: Departures) -> None:
         self.pages = pages
@@ -43,43 +44,47 @@ class Quotas:
         out: list[do.Instruction],
         used_ms: int | None = None,
     ) -> int:
-        """How many of ``count`` pages the tenant of root ``number`` may add, when its own coldest tails have left.
+        """Return how many of ``count`` pages the tenant of a root may add, after its coldest tails have left.
 
-        ``anchor``: key of the page that they will hang on, which stays. ``used_ms``: when the new pages were last used,
-        where that is not now: what was used later does not leave for them.
+        Args:
+            number: number of the root.
+            anchor: key of the page that the new pages will follow; it stays.
+            used_ms: last use of the new pages, if that is not now; pages used later do not leave for them.
         """
         pages, departures, share = self.pages, self.departures, self.pages.holdings.roots[number].share
         if share.quota is None:
             return count
         size = frame_class.frame_bytes
-        wanted = min(count, share.quota // size)
-        short = share.bytes + share.coming + wanted * size - share.quota
-        if wanted and short > 0:
-            held = pages.find(anchor) if anchor else None
-            if held is not None:
-                pages.hold(held)
-            self._shrink(share, short, out, before_ms=used_ms)
-            if held is not None:
-                pages.unhold(held)
-        room = (share.quota - share.bytes - share.coming) // size
-        fits = max(0, min(wanted, room))
-        if fits < wanted and not departures.waiting and departures.below is not None:
-            departures.waiting = any(self._is_its(address, share) for address in departures.below.held())
+        possible = min(count, share.quota // size)
+        excess = share.bytes + share.expected_bytes + possible * size - share.quota
+        if possible and excess > 0:
+            parent = pages.find(anchor) if anchor else None
+            if parent is not None:
+                pages.hold(parent)
+            self._shrink(share, excess, out, before_ms=used_ms)
+            if parent is not None:
+                pages.unhold(parent)
+        room = (share.quota - share.bytes - share.expected_bytes) // size
+        fits = max(0, min(possible, room))
+        if fits < possible and not departures.waiting and departures.below is not None:
+            departures.waiting = any(self._belongs_to(share, address) for address in departures.below.held_pages())
         if fits < count and not departures.waiting:
             share.refused += count - fits
         return fits
 
-    def _is_its(self, address: Address, share: Share) -> bool:
+    def _belongs_to(self, share: Share, address: Address) -> bool:
         owner = self.pages.segment.extents[address.extent].owner[address.frame]
         return self.pages.holdings.roots[owner].share is share
 
     def spare(self, number: int, frame_class: FrameClass, count: int, part: int) -> int:
-        """How many of ``count`` pages it may add without anything leaving, and without more than one ``part`` of its
-        quota being of pages to come."""
+        """Return how many of ``count`` pages a tenant may expect ahead of need, while nothing leaves for them.
+
+        At most one ``part`` of its quota may be expected bytes.
+        """
         share = self.pages.holdings.roots[number].share
         if share.quota is None:
             return count
-        room = min(share.quota - share.bytes, share.quota // part) - share.coming
+        room = min(share.quota - share.bytes, share.quota // part) - share.expected_bytes
         return max(0, min(count, room // frame_class.frame_bytes))
 
     def admit(
@@ -90,11 +95,11 @@ class Quotas:
         anchor: bytes,
         out: list[do.Instruction],
     ) -> int:
-        """How many of these pages of the request the tenant of root ``number`` may have: the pages in frames that it is
-        charged with already, and further ones as far as its quota goes.
+        """Return how many of these pages of the request the tenant of root ``number`` may store.
 
-        All that were published, since a refusal would not reach their writer. What exceeds the quota leaves gradually
-        (``trim``).
+        Pages in frames that the tenant is charged with already are admitted, and others as far as its quota allows.
+        Published pages are all admitted, because a refusal would not reach their writer. Pages beyond the quota leave
+        step by step (``trim``).
         """
         roots, extents = self.pages.holdings.roots, self.pages.segment.extents
         share = roots[number].share
@@ -107,32 +112,34 @@ class Quotas:
         return others[fits] if fits < len(others) else len(pages)
 
     def trim(self, out: list[do.Instruction]) -> None:
-        """Bring tenants that have more than their quota nearer to it, a bounded step each."""
+        """Bring tenants that exceed their quota nearer to it, by a bounded step each."""
         holdings = self.pages.holdings
         if not holdings.suspect:
             return
         holdings.suspect = False
         for share in holdings.shares.values():
-            over = share.bytes + share.coming - share.quota if share.quota is not None else 0
-            if over > 0:
+            excess = share.bytes + share.expected_bytes - share.quota if share.quota is not None else 0
+            if excess > 0:
                 holdings.suspect = True
-                self._shrink(share, over, out, TRIM_LOOKS)
+                self._shrink(share, excess, out, TRIM_LOOKS)
 
     def _scan(self, share: Share) -> None:
-        """List all leaves of a tenant: after a start, damage, or when one of its roots is named late."""
+        """List all leaves of a tenant. Needed after a start, damage, or a late name of one of its roots."""
         pages = self.pages
-        numbers = [number for number, held in enumerate(pages.holdings.roots) if held.share is share]
+        numbers = [number for number, account in enumerate(pages.holdings.roots) if account.share is share]
         share.leaves = {}
         for extent in pages.segment.extents.values():
             mask = np.isin(np.asarray(extent.owner), numbers) & (np.frombuffer(extent.state, np.uint8) == SEALED)
             mask &= np.asarray(extent.children) == 0
             for frame in np.flatnonzero(mask).tolist():
                 pages.leaves.push(share, extent, frame, pages.page(extent.pool, extent.slot_base + frame))
-        share.complete = True
+        share.has_all_leaves = True
 
     def _next(self, share: Share, passed: set[int]) -> int | None:
-        """The hint whose coldest page is to leave next: the one that has not been used for longest, as its hint weighs
-        that time. Not one that was ``passed``."""
+        """Return the hint whose coldest page is to leave next, or None. Hints in ``passed`` are left out.
+
+        That is the page with the longest weighted time since its last use.
+        """
         now_ms = self.pages.now_ns // 1_000_000
 
         def age(hint: int) -> float:
@@ -149,18 +156,18 @@ class Quotas:
         looks: int | None = None,
         before_ms: int | None = None,
     ) -> None:
-        """Have ``size`` bytes of a tenant's own coldest pages leave, as far as they may.
+        """Evict up to ``size`` bytes of a tenant's own coldest pages.
 
-        ``looks``: at most this many pages are looked at. ``before_ms``: only pages last used before then.
+        ``looks``: look at no more than this many pages. ``before_ms``: only evict pages last used before then.
         """
         pages, departures = self.pages, self.departures
-        if not share.complete:
+        if not share.has_all_leaves:
             self._scan(share)
-        leaving = departures.leaving()
+        leaving = departures.new_batch()
         aside: list[tuple[list[Leaf], Leaf]] = []
         passed: set[int] = set()
-        waits = 0
-        while size > 0 and waits < size and looks != 0 and (hint := self._next(share, passed)) is not None:
+        unsaved_bytes = 0
+        while size > 0 and unsaved_bytes < size and looks != 0 and (hint := self._next(share, passed)) is not None:
             looks = looks - 1 if looks is not None else None
             leaves = share.leaves[hint]
             leaf = heapq.heappop(leaves)
@@ -179,7 +186,7 @@ class Quotas:
                 aside.append((leaves, leaf))
                 passed.add(hint)
             elif not departures.may_leave(pool, slot):
-                waits += frame_bytes
+                unsaved_bytes += frame_bytes
                 aside.append((leaves, leaf))
             else:
                 departures.leave(extent, frame, leaving)
@@ -187,6 +194,6 @@ class Quotas:
                 share.evicted += 1
         for leaves, leaf in aside:
             heapq.heappush(leaves, leaf)
-        departures.left(leaving, "quota", out)
-        if waits:
+        departures.finish(leaving, "quota", out)
+        if unsaved_bytes:
             departures.waiting = True

@@ -1,12 +1,12 @@
-"""Space: pages that come and go. Takes frames for new pages, and makes room by evicting and by moving.
+"""Space: the frames of one tier. It takes frames for new pages, and makes room by evicting and by moving pages.
 
-A page that nothing hangs on leaves in this order, with no tier below (the upper path) and with one::
+Only a page without children may leave. The first line is for a tier with none below it, the others for one with::
 
-    policy ──coldest──────────────────────────────────────────────> gone
-    policy ──coldest──> ready (saved, or not worth it) ────────────> gone from here
-                   └──> unsaved ──``Below`` saves its chain──> ready
+    policy ──coldest──────────────────────────────────────────────> evicted
+    policy ──coldest──> ready (saved, or not worth saving) ────────> evicted from this tier
+                   └──> unsaved ──``TierBelow`` saves its chain──> ready
 
-``ready`` and ``unsaved`` are in ``ClassPool``. A page that was used while it waited there goes back to the policy.
+``ready`` and ``unsaved`` are fields of ``ClassPool``. A page that is used while it waits there returns to the policy.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.quotas import Quotas
 from kvstore.state.tier_pages import SEALED, TierPages
 
-EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again
-SPARE_SHARE = 256  # one frame in this many may be freed in addition to what is short
-CLOSED_MAX = 1024  # pages of failed devices that may leave in addition to those that make room
-UNSAVED_MAX = 1024  # cold leaves of a class that may wait for being saved at a time
+EVICT_STEP = 16  # pages to evict from the coldest class before the classes are compared again
+SPARE_SHARE = 256  # an eviction may free one frame in this many, in addition to the missing ones
+CLOSED_MAX = 1024  # pages on failed devices that may leave in addition to those that make room
+UNSAVED_MAX = 1024  # cold leaves of a class that may wait for their save at a time
 
 
-class Clears(Protocol):
-    """Empties extents whose pages cannot be moved at once."""
+class ExtentEmptier(Protocol):
+    """A part that empties extents whose pages cannot be moved within one decision."""
 
     taker: ClassPool | None
-    """For whom an extent is being emptied now; None: none is."""
+    """The class that gets the extent that is being emptied; None if no extent is."""
 
-    def begin(self, extent: Extent, taker: ClassPool, out: list[do.Instruction]) -> None:
-        """Empty this extent, and drop it then."""
+    def start(self, extent: Extent, taker: ClassPool, out: list[do.Instruction]) -> None:
+        """Start to empty this extent. It is dropped once it is empty."""
         ...
 
 
 class Space:
-    """Frames of one tier under closure. Part of ``NodeState``; every change leaves as instructions in ``out``.
+    """The frames of one tier under prefix closure. Part of ``NodeState``; all changes are instructions in ``out``.
 
     Attributes:
         pages: what the frames hold.
         departures: how pages leave.
         quotas: what tenants may add.
-        clears: where pages take their time to move; None: they are moved at once.
-        in_flight: extents whose pages must keep their addresses now.
-        late: some devices do not answer now; what is free there may be had when they do.
+        emptier: empties extents of a tier whose pages take long to move; None: pages move within a decision.
+        extents_in_flight: returns the extents whose pages must keep their addresses now.
+        late: some devices do not answer now; their free frames can be used once they answer again.
     """
 
     def __init__(self, pages: TierPages) -> None:
@@ -56,21 +56,21 @@ class Space:
         self.pages = pages
         self.departures = Departures(pages)
         self.quotas = Quotas(pages, self.departures)
-        self.clears: Clears | None = None
-        self.in_flight: Callable[[], set[int]] = set
+        self.emptier: ExtentEmptier | None = None
+        self.extents_in_flight: Callable[[], set[int]] = set
         self.late = False
-        self._stolen = False  # once per event: what was moved is in no record yet and must not be evicted by it
+        self._has_stolen = False  # one extent per event: pages moved by this event have no record yet to be evicted by
 
     def begin(self, now_ns: int) -> None:
-        """A new event: all earlier instructions were performed."""
+        """Start an event. All instructions of earlier events have been performed."""
         self.pages.begin(now_ns)
         self.departures.waiting = False
-        self._stolen = False
+        self._has_stolen = False
 
     # --- taking -----------------------------------------------------------------------------------------------------
 
     def take(self, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
-        """Up to ``count`` frames, RESERVED under new generations: free ones, else a fresh extent, else by eviction."""
+        """Take up to ``count`` frames, RESERVED under new generations: free ones, a new extent's, or evicted ones."""
         pool.used_ns = self.pages.now_ns
         if pool.frames_per_extent == 0:
             return []
@@ -79,7 +79,7 @@ class Space:
             if position is not None:
                 self._carve(pool, position, out)
             elif not self.segment.may_carve(pool) or not self._steal(pool, out):
-                if self.clears is None or self.clears.taker is not pool:  # else there is room when that is done
+                if self.emptier is None or self.emptier.taker is not pool:  # else the emptied extent will have room
                     self._evict_from(pool, short, "space", out, pool.frames // SPARE_SHARE)
                 self.departures.waiting = self.departures.waiting or (self.late and count > pool.free)
                 break
@@ -88,13 +88,13 @@ class Space:
     def take_after(
         self, anchors: Iterable[bytes], pool: ClassPool, count: int, out: list[do.Instruction]
     ) -> list[Address]:
-        """``take``, and the pages of these keys, on which new ones will hang, are not evicted to make room."""
-        with self.keeping(anchors):
+        """Take frames as ``take`` does, without evicting the pages of these keys: new pages will follow them."""
+        with self.holding(anchors):
             return self.take(pool, count, out)
 
     @contextlib.contextmanager
-    def keeping(self, keys: Iterable[bytes]) -> Iterator[None]:
-        """Inside, the pages of these keys are not evicted."""
+    def holding(self, keys: Iterable[bytes]) -> Iterator[None]:
+        """Hold the pages of these keys inside the context, so that they are not evicted."""
         held: list[bytes] = []
         for key in keys:
             page = self.pages.find(key) if key else None
@@ -104,27 +104,27 @@ class Space:
         yield
         for key in held:
             page = self.pages.find(key)
-            assert page is not None  # held; to make room it may have moved
+            assert page is not None  # a held page is not evicted, but may have moved
             self.pages.unhold(page)
 
-    def extents_wanted(self, pool: ClassPool, count: int) -> int:
-        """The most extents that ``take`` would carve now for that many frames."""
+    def extents_needed(self, pool: ClassPool, count: int) -> int:
+        """Return how many extents ``take`` may have to carve now for ``count`` frames."""
         short = count - pool.free
         if short <= 0 or pool.frames_per_extent == 0:
             return 0
-        wanted, there = -(-short // pool.frames_per_extent), len(self.segment.vacant & self.segment.populated)
-        if wanted > there and len(self.segment.extents) > len(pool.extents):
-            there += max(1, len(self.segment.empty(pool, self.pages.now_ns)))  # taken from another class
-        return min(wanted, there)
+        needed, available = -(-short // pool.frames_per_extent), len(self.segment.vacant & self.segment.populated)
+        if needed > available and len(self.segment.extents) > len(pool.extents):
+            available += max(1, len(self.segment.empty(pool, self.pages.now_ns)))  # taken from another class
+        return min(needed, available)
 
-    def could_take(self, pool: ClassPool) -> bool:
-        """``take`` would find a frame, as far as can be told without evicting and moving."""
+    def can_take(self, pool: ClassPool) -> bool:
+        """Return True if ``take`` would probably get a frame. Nothing is evicted or moved to find out."""
         if pool.free or self.segment.next_vacant(pool) is not None or pool.policy.coldest_ms() is not None:
             return True
-        kept = self.pages.leases.extents() | self.in_flight()
+        fixed = self.pages.leases.extents() | self.extents_in_flight()
         return (
             self.segment.may_carve(pool)
-            and self.segment.donor(pool, self._coldest_ns, kept, self.pages.now_ns) is not None
+            and self.segment.donor(pool, self._coldest_ns, fixed, self.pages.now_ns) is not None
         )
 
     def _carve(self, pool: ClassPool, position: int, out: list[do.Instruction]) -> None:
@@ -132,17 +132,20 @@ class Space:
         out.append(do.Carve(extent.number, position, pool.frame_class, extent.frames, self.tier))
 
     def _steal(self, pool: ClassPool, out: list[do.Instruction]) -> bool:
-        """Empty an extent of another class: evict as many of that class's coldest pages, move what is left. One in
-        which something lies only once per event."""
-        leased, flying = self.pages.leases.extents(), self.in_flight()
-        if self.clears is not None and self.clears.taker is not None:
+        """Take an extent from another class; return True if its position is vacant.
+
+        The other class evicts its coldest pages until the remaining pages of the extent fit elsewhere; these are
+        moved. At most one extent with pages is taken per event.
+        """
+        leased, in_flight = self.pages.leases.extents(), self.extents_in_flight()
+        if self.emptier is not None and self.emptier.taker is not None:
             self.departures.waiting = True
             return False
-        extent = self.segment.donor(pool, self._coldest_ns, leased | flying, self.pages.now_ns)
-        if extent is not None and extent.sealed and self._stolen:
+        extent = self.segment.donor(pool, self._coldest_ns, leased | in_flight, self.pages.now_ns)
+        if extent is not None and extent.sealed and self._has_stolen:
             return False
         if extent is None:
-            if flying and self.segment.donor(pool, self._coldest_ns, leased, self.pages.now_ns) is not None:
+            if in_flight and self.segment.donor(pool, self._coldest_ns, leased, self.pages.now_ns) is not None:
                 self.departures.waiting = True
             return False
         giver = extent.pool
@@ -152,19 +155,19 @@ class Space:
         room = giver.free - len(extent.free)
         if extent.sealed > room:
             return False
-        self._stolen = self._stolen or extent.sealed > 0
-        if self.clears is not None:
-            self.clears.begin(extent, pool, out)
-            self.departures.waiting = self.clears.taker is not None
+        self._has_stolen = self._has_stolen or extent.sealed > 0
+        if self.emptier is not None:
+            self.emptier.start(extent, pool, out)
+            self.departures.waiting = self.emptier.taker is not None
             return not self.departures.waiting
-        extent.leave(True)
+        extent.set_leaving(True)
         for frame in [f for f in range(extent.frames) if extent.state[f] == SEALED]:
             self.pages.move(Address(extent.number, frame, extent.generation[frame]), self.pages.grant(giver, 1)[0], out)
         self.drop_extent(extent, out)
         return True
 
     def drop_extent(self, extent: Extent, out: list[do.Instruction]) -> None:
-        """All frames of this extent are free: its position is vacant again."""
+        """Drop an extent whose frames are all free, so that its position is vacant again."""
         self.segment.uncarve(extent)
         out.append(do.Drop(extent.number))
         self.pages.counters["extents_reclaimed"] += 1
@@ -173,39 +176,41 @@ class Space:
 
     def _coldest_ns(self, pool: ClassPool) -> int | None:
         aside = (next(iter(slots.values()), None) for slots in (pool.ready, pool.unsaved))
-        known = [used_ms for used_ms in (pool.policy.coldest_ms(), *aside) if used_ms is not None]
-        return min(min(known) * 1_000_000, self.pages.now_ns) if known else None
+        times_ms = [used_ms for used_ms in (pool.policy.coldest_ms(), *aside) if used_ms is not None]
+        return min(min(times_ms) * 1_000_000, self.pages.now_ns) if times_ms else None
 
     def evict(self, pages: int, size: int, out: list[do.Instruction]) -> tuple[int, int]:
-        """An operator's wish: that many pages, or bytes, coldest class first. Returns (pages, bytes) gone."""
-        gone_pages = gone_bytes = 0
+        """Evict that many pages, or bytes, for an operator, coldest class first. Return the evicted (pages, bytes)."""
+        evicted_pages = evicted_bytes = 0
         pools = list(self.segment.pools.values())
-        while gone_pages < pages or gone_bytes < size:
+        while evicted_pages < pages or evicted_bytes < size:
             pools = [pool for pool in pools if self._coldest_ns(pool) is not None]
             pool = min(pools, key=lambda pool: self._coldest_ns(pool) or 0, default=None)
             if pool is None:
                 break
             page_bytes = pool.frame_class.page_bytes
-            want = max(pages - gone_pages, -(-(size - gone_bytes) // page_bytes))
-            gone = self._evict_from(pool, min(want, EVICT_STEP if len(pools) > 1 else want), "request", out)
-            if not gone:
-                pools.remove(pool)  # what is left of it is leased, or has to be saved first
-            gone_pages += gone
-            gone_bytes += gone * page_bytes
-        return gone_pages, gone_bytes
+            want = max(pages - evicted_pages, -(-(size - evicted_bytes) // page_bytes))
+            evicted = self._evict_from(pool, min(want, EVICT_STEP if len(pools) > 1 else want), "request", out)
+            if not evicted:
+                pools.remove(pool)  # its remaining pages are leased, or have to be saved first
+            evicted_pages += evicted
+            evicted_bytes += evicted * page_bytes
+        return evicted_pages, evicted_bytes
 
     def _evict_from(self, pool: ClassPool, count: int, reason: str, out: list[do.Instruction], spare: int = 0) -> int:
-        """Evict up to ``count`` pages without children, by the policy; leased ones are passed over once each. Up to
-        ``spare`` more leave where the tail of a chain would otherwise be cut: consecutive frames stay together.
+        """Evict up to ``count`` pages without children, in the policy's order. Return how many frames are free then.
 
-        Pages of a device that takes no writes leave in their turn, but make no room: a bounded number at a time. As
-        many of a device that does not answer now are passed over: there would be no room before it does. Where it is
-        the last one that takes writes, nothing leaves.
+        Leased pages are passed over once each. Up to ``spare`` more pages leave if the end of a chain would be cut
+        otherwise: pages in consecutive frames stay together.
+
+        Pages on a device that accepts no more writes leave in their turn, at most ``CLOSED_MAX`` of them, but make no
+        room. Pages on a device that does not answer now are passed over, as many at most: they make no room before it
+        answers. If no other device accepts writes, no page leaves.
         """
         if self.late and all(extent.closed or extent.late for extent in pool.extents.values()):
             return 0
-        leaving = self.departures.leaving()
-        leased: list[int] = []
+        leaving = self.departures.new_batch()
+        passed_over: list[int] = []
         room = late = 0
         while room < count and len(leaving.keys) + late < count + CLOSED_MAX:
             slot = self._next_to_leave(pool, min(UNSAVED_MAX, count + EVICT_STEP))
@@ -213,46 +218,46 @@ class Space:
                 break
             extent, frame = pool.locate(slot)
             if extent.late or self.pages.leases.holds(extent.number, frame):
-                leased.append(slot)
+                passed_over.append(slot)
                 late += extent.late
                 continue
-            left = self.departures.leave(extent, frame, leaving, count + spare - room)
-            room += 0 if extent.closed else left
-        for slot in leased:
+            evicted = self.departures.leave(extent, frame, leaving, count + spare - room)
+            room += 0 if extent.closed else evicted
+        for slot in passed_over:
             pool.offer(slot, self.pages.page(pool, slot)._replace(used_ms=self.pages.now_ns // 1_000_000))
-        self.departures.left(leaving, reason, out)
-        if room < count and self.departures.below is not None and self.departures.below.coming(pool):
+        self.departures.finish(leaving, reason, out)
+        if room < count and self.departures.below is not None and self.departures.below.is_saving(pool):
             self.departures.waiting = True
         return room
 
-    def evict_for(self, pool: ClassPool, count: int, out: list[do.Instruction]) -> None:
-        """Make room for pages of this class that move."""
+    def evict_for_move(self, pool: ClassPool, count: int, out: list[do.Instruction]) -> None:
+        """Make room for pages of this class that have to move."""
         self._evict_from(pool, count, "reclaim", out)
 
     def _next_to_leave(self, pool: ClassPool, unsaved_max: int) -> int | None:
-        """The next page that may leave at once, offered no more; None where there is none.
+        """Take the next page that may leave at once out of the policy, or return None if there is none.
 
-        Colder ones that have to be saved first are set aside on the way, until ``unsaved_max`` are.
+        Colder pages that have to be saved first are set aside on the way, until ``unsaved_max`` are.
         """
         while pool.ready:
             slot, aside_ms = next(iter(pool.ready.items()))
             del pool.ready[slot]
             if self.pages.used_ms(pool, slot) <= aside_ms:
                 return slot
-            pool.offer(slot, self.pages.page(pool, slot))  # used since: it stays
+            pool.offer(slot, self.pages.page(pool, slot))  # used in the meantime: it stays
         if self.departures.below is None:
             coldest = self._coldest(pool)
             if coldest is not None:
                 pool.policy.remove(coldest)
             return coldest
         while len(pool.unsaved) < unsaved_max:
-            cold = self.next_cold(pool)
+            cold = self.set_coldest_aside(pool)
             if cold is None or pool.ready.pop(cold, None) is not None:
                 return cold
         return None
 
-    def next_cold(self, pool: ClassPool) -> int | None:
-        """Take the coldest page out of the policy, into ``pool.ready`` or ``pool.unsaved``. None: there is none."""
+    def set_coldest_aside(self, pool: ClassPool) -> int | None:
+        """Move the coldest page from the policy to ``pool.ready`` or ``pool.unsaved``, and return its slot, if any."""
         assert self.departures.below is not None
         slot = self._coldest(pool)
         if slot is None:
@@ -260,12 +265,12 @@ class Space:
         pool.policy.remove(slot)
         extent, frame = pool.locate(slot)
         page = self.pages.page(pool, slot)
-        free_to_go = self.departures.below.may_leave(pool, self.pages.records.key(extent.number, frame), page)
-        (pool.ready if free_to_go else pool.unsaved)[slot] = page.used_ms
+        may_leave = self.departures.below.may_leave(pool, self.pages.records.key(extent.number, frame), page)
+        (pool.ready if may_leave else pool.unsaved)[slot] = page.used_ms
         return slot
 
     def reconsider(self, keys: set[bytes]) -> None:
-        """The tier below lost these pages: those that are ready to leave have to be saved again."""
+        """Offer the ready pages of these keys to the policy again: the tier below has lost their copies."""
         for pool in self.segment.pools.values():
             for slot in list(pool.ready):
                 extent, frame = pool.locate(slot)

@@ -1,18 +1,17 @@
-"""TierPages: which frames of a tier hold what, and what hangs on it; the part of a node's decisions that knows closure.
+"""TierPages: what the frames of a tier hold, and the counts that keep the tier prefix-closed.
 
-A SEALED frame counts its sealed children and whatever else hangs on it (a reservation, a copy on its way between
-tiers); only frames with a count of zero are offered to the eviction policy. Under closure the pages that leave are
-always the tails of chains. A worked example, one chain of two pages with a reservation behind them::
+A SEALED frame counts the sealed children of its page and everything else that holds the page (a reservation, an
+unfinished copy). Only pages with a count of zero are offered to the eviction policy, so the pages that leave are always
+the tails of chains. A worked example, a chain of two pages with a reservation after them::
 
     key   state      children
     A     SEALED     1          B is stored
-    B     SEALED     1          C is reserved; once it is given up B counts 0, and is offered
+    B     SEALED     1          C is reserved; when C is given up, B counts 0 and is offered
     C     RESERVED   -
 
-Vacating: what becomes of a frame that its page leaves.
-
-Most are free at once. A frame of NVMe that has an object's head, or into which one was perhaps written, has to be
-erased before another page gets it, or a reboot might bring an object back that was deleted since::
+When a page leaves, its frame is usually free at once. A frame on NVMe is different if it holds an object's head, or if
+one may have been written into it. It has to be erased before another page gets it. Otherwise a reboot might find an
+object again that was deleted::
 
     SEALED, RESERVED ──> FREE
                     └──> RETIRING ──Erase, Erased──> FREE
@@ -20,6 +19,7 @@ erased before another page gets it, or a reboot might bring an object back that 
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -35,26 +35,28 @@ from kvstore.state import instructions as do
 from kvstore.state import prefix_links
 from kvstore.state.directory_spans import spans_after, spans_at
 from kvstore.state.eviction import Page
-from kvstore.state.frames import ClassPool, Extent
+from kvstore.state.frames import ClassPool, Extent, Segment
 from kvstore.state.interfaces import TierParts
 from kvstore.state.leases import LeaseTable
-from kvstore.state.tenant_leaves import TenantLeaves
-from kvstore.state.tenants import TierAccounts
+from kvstore.state.tenants import Leaf, Share, TierAccounts
 
 Erasing = Callable[[list[tuple[bytes, Address]], list[do.Instruction]], None]
-"""Has these frames erased, that are RETIRING: the keys of what was there, where known, and where."""
+"""Starts to erase RETIRING frames, given as (key of the former page if known, address)."""
 
 
 @dataclass(slots=True)
 class Vacated:
-    """Frames that pages left, renewed: those that are free at once, and those (with keys) that must be erased first."""
+    """Frames without a page, under new generations: ``free`` ones, and ones ``to_erase`` first (with keys)."""
 
     free: list[Address] = field(default_factory=list)
-    wiped: list[tuple[bytes, Address]] = field(default_factory=list)
+    to_erase: list[tuple[bytes, Address]] = field(default_factory=list)
 
 
 class Leaving(NamedTuple):
-    """Pages that leave by one decision: their frames; keys; roots; spans; copies below, with the use they inherit."""
+    """Pages that leave by one decision.
+
+    ``copies`` are their copies in the tier below, with the last use that they inherit.
+    """
 
     vacated: Vacated
     keys: list[bytes]
@@ -65,27 +67,70 @@ class Leaving(NamedTuple):
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
-_SEALED = int(SEALED)  # a plain number: stored for every page of a put
+_SEALED = int(SEALED)  # a plain number, because every page of a put stores it
 
 
 def standings_of(position: int, turns: int, count: int, hints: bytes = b"") -> list[int]:
-    """``standing`` of ``count`` consecutive pages of a chain, from ``position`` on. ``hints``: of each, or empty."""
+    """Return the ``standing`` of ``count`` pages from ``position`` on. ``hints`` has one per page, or is empty."""
     if hints:
         return [standing(position + i, turns, hints[i]) for i in range(count)]
     first, last = standing(position, turns), standing(position + count, turns)
-    if last - first == count << 32:  # not so far down that positions saturate
+    if last - first == count << 32:  # the positions do not saturate
         return list(range(first, last, 1 << 32))
     return [standing(position + i, turns) for i in range(count)]
 
 
+LEAVES_SPARE = 64  # a tenant's heap may have this many outdated entries, in addition to one per page
+
+
+class TenantLeaves:
+    """The pages without children of each tenant with a quota, in ``Share.leaves``. Part of ``TierPages``.
+
+    They leave first when the tenant stores new pages. A list may still name pages that have left or have children
+    again; ``has`` is False for these.
+    """
+
+    def __init__(self, segment: Segment, holdings: TierAccounts) -> None:
+        self._segment = segment
+        self._holdings = holdings
+
+    def add(self, extent: Extent, frame: int, page: Page) -> None:
+        """List a page that has just lost its last child, if its tenant has a quota."""
+        share = self._holdings.roots[extent.owner[frame]].share
+        if share.quota is not None and share.has_all_leaves:
+            self.push(share, extent, frame, page)
+            if sum(map(len, share.leaves.values())) > 2 * share.pages + LEAVES_SPARE:
+                for hint, leaves in list(share.leaves.items()):
+                    share.leaves[hint] = sorted({leaf for leaf in leaves if self.has(leaf, share)})
+
+    @staticmethod
+    def push(share: Share, extent: Extent, frame: int, page: Page) -> None:
+        """List a page without children that belongs to this tenant."""
+        leaf = page.used_ms, extent.number, frame, extent.generation[frame]
+        heapq.heappush(share.leaves.setdefault(page.hint if extent.pool.policy.hinted else 0, []), leaf)
+
+    def has(self, leaf: Leaf, share: Share) -> bool:
+        """Return True if the page is stored, has no children, and belongs to this tenant."""
+        _, number, frame, generation = leaf
+        extent = self._segment.extents.get(number)
+        return (
+            extent is not None
+            and extent.generation[frame] == generation
+            and extent.state[frame] == _SEALED
+            and extent.children[frame] == 0
+            and self._holdings.roots[extent.owner[frame]].share is share
+        )
+
+
 class TierPages:
-    """What the frames of one tier hold. Part of ``Space``; every change leaves as instructions in ``out``.
+    """The pages in the frames of one tier. Part of ``Space``; all changes are instructions in ``out``.
 
     Attributes:
-        leaves: the pages without children of each tenant that has a quota.
-        now_ns: the time of this event.
-        fresh: pages sealed by this event, which the index does not have yet.
-        moved: pages moved by this event, by extent and frame; nothing can be read at the new place yet.
+        leaves: the pages without children of each tenant with a quota.
+        now_ns: time of the current event.
+        fresh: pages sealed by the current event; the index does not have them yet.
+        moved: pages moved by the current event, by extent and frame; the new place cannot be read yet.
+        erase: on NVMe, starts to erase RETIRING frames, see ``CopyBatches.start_erasing``.
     """
 
     def __init__(
@@ -99,15 +144,14 @@ class TierPages:
         self.holdings = holdings
         self.leaves = TenantLeaves(parts.segment, holdings)
         self.now_ns = 0
-        # Of NVMe: has frames erased that are RETIRING, see ``Copies.start_erasing``.
         self.erase: Erasing | None = None
         self.fresh: dict[bytes, Address] = {}
-        self._standings: dict[Address, int] = {}  # of those
-        self._roots: dict[Address, bytes] = {}  # of those, and of what was moved by this event
+        self._standings: dict[Address, int] = {}  # of fresh pages
+        self._roots: dict[Address, bytes] = {}  # of fresh and moved pages
         self.moved: dict[tuple[int, int], Page] = {}
 
     def begin(self, now_ns: int) -> None:
-        """A new event: all earlier instructions were performed."""
+        """Start an event. All instructions of earlier events have been performed."""
         self.now_ns = now_ns
         self.fresh.clear()
         self._standings.clear()
@@ -117,43 +161,46 @@ class TierPages:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def find(self, key: bytes) -> Address | None:
-        """The sealed page of that key, as decided so far (this event included)."""
+        """Return the sealed page of that key, including decisions of this event."""
         address = self.fresh.get(key)
         if address is None:
             address = self.index.find(key)
         return address if address is not None and self.sealed(address) else None
 
     def find_in(self, root: bytes, key: bytes) -> Address | None:
-        """Like ``find``, for a page of this root only. Keys can be forged: a page of another root is another page."""
+        """Return the sealed page of that key under that root. A key can be forged, so the root is compared."""
         address = self.find(key)
         return address if address is not None and self.root_of(address) == root else None
 
     def leading(self, root: bytes, parent: bytes, keys: list[bytes]) -> tuple[int, Address | None]:
-        """How many of these keys, from the front, pages of that root have; and the last of them, or where there is none
-        the page of key ``parent``: None where that one is absent too, or the chain begins at the root."""
+        """Return how many leading ``keys`` are stored under that root, and the page that the next one follows.
+
+        That is the last stored page, or the page of key ``parent`` if none of ``keys`` is stored. It is None if that
+        page is absent too, or if the chain begins at the root.
+        """
         count, last = 0, self.find_in(root, parent) if parent != root else None
-        while count < len(keys) and (found := self.find_in(root, keys[count])) is not None:
-            count, last = count + 1, found
+        while count < len(keys) and (page := self.find_in(root, keys[count])) is not None:
+            count, last = count + 1, page
         return count, last
 
     def absent(self, keys: list[bytes]) -> int:
-        """How many of these keys, from the front, no sealed page has."""
+        """Return how many leading keys have no sealed page."""
         start, fresh = 0, self.fresh
         keys = keys[: next((i for i, key in enumerate(keys) if key in fresh), len(keys))] if fresh else keys
         while start < len(keys):
             start += self.index.absent(keys[start:])
             if start < len(keys) and self.find(keys[start]) is not None:
                 break
-            start += start < len(keys)  # an entry that this very event has ended
+            start += start < len(keys)  # the entry belongs to a page that this event has removed
         return start
 
     def root_of(self, address: Address) -> bytes:
-        """Root of a sealed page, as decided so far."""
+        """Return the root of a sealed page, including decisions of this event."""
         root = self._roots.get(address)
         return root if root is not None else self.records.root(address.extent, address.frame)
 
     def sealed(self, address: Address) -> bool:
-        """The address names a sealed page."""
+        """Return True if the address names a sealed page."""
         extent = self.segment.extents.get(address.extent)
         return (
             extent is not None
@@ -163,12 +210,12 @@ class TierPages:
         )
 
     def used_ms(self, pool: ClassPool, slot: int) -> int:
-        """When the page in a slot was last used, as its mark says."""
+        """Return the last use of the page in a slot, from its mark."""
         extent, frame = pool.locate(slot)
         return self.records.last_use_ns(extent.number, frame) // 1_000_000
 
     def page(self, pool: ClassPool, slot: int) -> Page:
-        """What the eviction policy may know of the page in a slot."""
+        """Return what the eviction policy may know about the page in a slot."""
         extent, frame = pool.locate(slot)
         moved = self.moved.get((extent.number, frame)) if self.moved else None
         if moved is not None:
@@ -180,9 +227,9 @@ class TierPages:
         return Page.of(used_ms, key, info, extent.owner[frame])
 
     def standing_after(self, parent: Address | None, continues: bool) -> tuple[int, int]:
-        """(position, turns) of a page that follows ``parent`` (None: starts a chain).
+        """Return (position, turns) of a page that follows ``parent`` (None: it starts a chain).
 
-        ``continues``: both come from one request; otherwise a later one extends what an earlier one left.
+        ``continues``: both pages come from one request; otherwise a later request extends the chain.
         """
         if parent is None:
             return 0, 0
@@ -194,24 +241,22 @@ class TierPages:
     # --- sealing and holding ----------------------------------------------------------------------------------------
 
     def grant(self, pool: ClassPool, count: int) -> list[Address]:
-        """Up to ``count`` of the frames that are free, RESERVED under new generations."""
+        """Take up to ``count`` free frames, RESERVED under new generations."""
         addresses: list[Address] = []
         for extent, frames in pool.take(count):
             first = self.generation + 1
             self.generation += len(frames)
-            drawn = range(first, self.generation + 1)
-            for frame, generation in zip(frames, drawn, strict=True):
+            generations = range(first, self.generation + 1)
+            for frame, generation in zip(frames, generations, strict=True):
                 extent.generation[frame] = generation
                 extent.state[frame] = RESERVED
-            addresses += map(Address, repeat(extent.number), frames, drawn)
+            addresses += map(Address, repeat(extent.number), frames, generations)
         return addresses
 
     def seal(self, address: Address, key: bytes, root: bytes, parent: Address | None, info: int) -> None:
-        """The frame, for which a page of ``root`` was expected, holds it now, sealed.
+        """Seal a page in a frame for which a page of ``root`` was expected. ``info`` is its ``standing``.
 
-        The caller writes the instruction, and calls ``leaf`` for chain ends.
-
-        ``info`` is the page's ``standing``.
+        The caller writes the instruction, and calls ``leaf`` for ends of chains.
         """
         extent = self.segment.extents[address.extent]
         extent.state[address.frame] = SEALED
@@ -225,7 +270,7 @@ class TierPages:
             self.hold(parent)
 
     def expect(self, addresses: list[Address], number: int) -> None:
-        """A page of root ``number`` alone will be sealed in each of these frames, unless they are freed before."""
+        """Charge these frames to root ``number``: its pages will be sealed there, unless the frames are freed."""
         for address in addresses:
             extent = self.segment.extents[address.extent]
             size, before = extent.pool.frame_class.frame_bytes, extent.owner[address.frame]
@@ -237,16 +282,20 @@ class TierPages:
     def seal_chain(
         self, addresses: list[Address], spans: list[int], parent: Address | None, page: Page, root: int
     ) -> None:
-        """Consecutive pages of one chain, whose root has that number, sealed at once; the last, ``page``, is evictable.
-        Not found by this event."""
+        """Seal consecutive pages of one chain of root number ``root``. The last one is ``page``, and can be evicted.
+
+        Later lookups of this event do not find them, see ``show``.
+        """
         self._seal_all(addresses, spans, root)
         if parent is not None:
             self.hold(parent)
         self._offer(addresses[-1], page)
 
     def seal_objects(self, addresses: list[Address], spans: list[int], stops: list[int], root: int) -> None:
-        """Seal whole objects at once: the page before each of ``stops`` is a head, which is evictable, and follows its
-        pieces. Not found by this event."""
+        """Seal whole objects. The page before each of ``stops`` is a head, which follows its pieces and can be evicted.
+
+        Later lookups of this event do not find them, see ``show``.
+        """
         self._seal_all(addresses, spans, root)
         start, used_ms = 0, self.now_ns // 1_000_000
         for stop in stops:
@@ -269,7 +318,7 @@ class TierPages:
         self.holdings.add(root, len(addresses), len(addresses) * size)
 
     def _offer(self, address: Address, page: Page) -> None:
-        """The page sealed in this frame has no children: it may be evicted."""
+        """Offer the page sealed in this frame for eviction: it has no children."""
         extent, frame = self.segment.extents[address.extent], address.frame
         extent.children[frame] = 0
         extent.pool.offer(extent.slot_base + frame, page)
@@ -277,22 +326,22 @@ class TierPages:
             self.leaves.add(extent, frame, page)
 
     def show(self, keys: list[bytes], root: bytes, addresses: list[Address], standings: list[int]) -> None:
-        """Pages of ``seal_chain`` are found by the rest of this event."""
+        """Let the rest of this event find pages of ``seal_chain``."""
         self.fresh.update(zip(keys, addresses, strict=True))
         self._standings.update(zip(addresses, standings, strict=True))
         self._roots.update(dict.fromkeys(addresses, root))
 
     def hold(self, address: Address) -> None:
-        """Something hangs on this page: it cannot be evicted."""
+        """Hold a page: it cannot be evicted until ``unhold``."""
         extent = self.segment.extents[address.extent]
         if extent.children[address.frame] == 0:
             extent.pool.withdraw(extent.slot_base + address.frame)
         extent.hang(address.frame, extent.children[address.frame] + 1)
 
     def unhold(self, address: Address, saved_ms: int | None = None) -> None:
-        """One thing less hangs on it; with none left it may be evicted, in the order of its own last use.
+        """End one hold. Without any other hold the page may be evicted, in the order of its own last use.
 
-        ``saved_ms``: it was about to leave when it was held, and is saved now; its last use when it was set aside.
+        ``saved_ms``: last use of a page that was about to leave when it was held, and is saved now.
         """
         extent = self.segment.extents[address.extent]
         extent.children[address.frame] -= 1
@@ -306,7 +355,7 @@ class TierPages:
                 extent.pool.offer(slot, page)
 
     def leaf(self, address: Address, key: bytes, used_ms: int) -> None:
-        """A page sealed by this event with ``seal``: evictable if nothing hangs on it."""
+        """Offer a page that this event has sealed with ``seal`` for eviction, if it has no children."""
         extent = self.segment.extents[address.extent]
         if extent.children[address.frame] == 0:
             info = self._standings[address]
@@ -316,8 +365,10 @@ class TierPages:
                 self.leaves.add(extent, address.frame, page)
 
     def move(self, old: Address, new: Address, out: list[do.Instruction]) -> tuple[bytes, Address]:
-        """A sealed page is in another frame of its class from now on, which was RESERVED for it. Returns its key, and
-        the frame where it was; that is free, or RETIRING where it has to be erased first: the caller sees to that."""
+        """Move a sealed page into a frame of its class that was RESERVED for it. Return its key and its old frame.
+
+        The old frame is free, or RETIRING if it has to be erased first: then the caller starts the erasure.
+        """
         source, target = self.segment.extents[old.extent], self.segment.extents[new.extent]
         frame, place = old.frame, new.frame
         slot = source.slot_base + frame
@@ -351,22 +402,24 @@ class TierPages:
     def free(
         self, addresses: list[Address], out: list[do.Instruction], keys: Mapping[Address, bytes] | None = None
     ) -> None:
-        """These frames hold nothing: new generations, grantable again. ``keys``: what was to be there, where known."""
+        """Free frames that hold no page, under new generations. ``keys``: the keys of their pages, where known."""
         vacated = Vacated()
         for address in addresses:
             self.vacate(address, keys[address] if keys is not None else b"", vacated)
-        self.vacated(vacated, out)
+        self.write_vacated(vacated, out)
 
     def vacate(self, address: Address, key: bytes, vacated: Vacated) -> None:
-        """What is in this frame leaves it. ``vacated`` has to follow."""
+        """Remove the page from this frame. ``write_vacated`` has to follow."""
         if self.must_erase(address):
-            vacated.wiped.append((key, self._renew(address, RETIRING)))
+            vacated.to_erase.append((key, self._renew(address, RETIRING)))
         else:
             vacated.free.append(self._renew(address, FREE))
 
     def vacate_run(self, extent: Extent, frames: range, vacated: Vacated) -> None:
-        """Pages of one chain, in none of which an object's head is, leave consecutive frames. ``vacated`` has to
-        follow."""
+        """Remove pages of one chain from consecutive frames. None of them is an object's head.
+
+        ``write_vacated`` has to follow.
+        """
         place, count = slice(frames.start, frames.stop), len(frames)
         self.holdings.add(extent.owner[frames.start], -count, -count * extent.pool.frame_class.frame_bytes)
         extent.sealed -= count
@@ -380,7 +433,7 @@ class TierPages:
         vacated.free += map(Address, repeat(extent.number), frames, generations)
 
     def must_erase(self, address: Address) -> bool:
-        """What is in this frame has to be made unreadable before another page has the frame."""
+        """Return True if the frame has to be erased before another page gets it."""
         extent = self.segment.extents[address.extent]
         if self.erase is None or not is_object_class(extent.pool.frame_class):
             return False
@@ -389,26 +442,26 @@ class TierPages:
             return self.records.extra(extent.number, address.frame)[: len(HEAD_TAG)] == HEAD_TAG
         return state in (RESERVED, RETIRING)
 
-    def vacated(self, vacated: Vacated, out: list[do.Instruction]) -> None:
-        """Write down what ``vacate`` decided, in the order in which it lies."""
+    def write_vacated(self, vacated: Vacated, out: list[do.Instruction]) -> None:
+        """Write the instructions for vacated frames, in the order of their addresses."""
         if vacated.free:
             out.append(do.WriteState(sorted(vacated.free), FREE))
-        if vacated.wiped:
+        if vacated.to_erase:
             assert self.erase is not None
-            out.append(do.WriteState([address for _, address in vacated.wiped], RETIRING))
-            self.erase(vacated.wiped, out)
+            out.append(do.WriteState([address for _, address in vacated.to_erase], RETIRING))
+            self.erase(vacated.to_erase, out)
 
     def erased(self, addresses: list[Address], out: list[do.Instruction]) -> None:
-        """What lay in these frames is unreadable now: they are free."""
+        """Free these frames, which have been erased."""
         if addresses:
             out.append(do.WriteState([self._renew(address, FREE) for address in addresses], FREE))
 
     def mark(self, address: Address, state: FrameState) -> None:
-        """Another state under the same generation."""
+        """Set another state under the same generation."""
         self.segment.extents[address.extent].state[address.frame] = state
 
     def quarantine(self, address: Address) -> None:
-        """A sealed page found at start whose parent may yet be found: it counts as nothing until it is adopted."""
+        """Quarantine a sealed page that a start has found, until its parent is found and the page is adopted."""
         extent = self.segment.extents[address.extent]
         extent.sealed -= 1
         extent.state[address.frame] = QUARANTINED
@@ -423,7 +476,7 @@ class TierPages:
             self.free([Address(number, frame, 0) for frame in frames], out)
 
     def free_retired(self, addresses: list[Address], out: list[do.Instruction]) -> None:
-        """Leases on these frames ended: those that were only waiting for that are free."""
+        """Free the frames among these that only waited for the end of their leases."""
         waiting = []
         for address in addresses:
             extent = self.segment.extents.get(address.extent)
@@ -451,22 +504,23 @@ class TierPages:
     # --- damage -----------------------------------------------------------------------------------------------------
 
     def family(self, address: Address, key: bytes) -> dict[Address, bytes]:
-        """The page and all its descendants, with their keys. ``key`` is the page's true key (its record may lie)."""
+        """Return the page and all its descendants, with keys. ``key``: its true key; the record may be damaged."""
         snapshots = self.records.snapshots()
         for snapshot in snapshots:
             if snapshot.extent == address.extent:
                 snapshot.keys[address.frame] = key
         links = prefix_links.link(snapshots, across_roots=True)
         seeds = (links.extents == address.extent) & (links.frames == address.frame)
-        gone = np.flatnonzero(prefix_links.doomed(links, seeds))
-        return {links.address(i): links.key(i) for i in gone.tolist()}
+        indices = np.flatnonzero(prefix_links.doomed(links, seeds))
+        return {links.address(i): links.key(i) for i in indices.tolist()}
 
     def drop(
         self, family: dict[Address, bytes], held: list[Address], out: list[do.Instruction], reason: str = "damaged"
     ) -> None:
-        """Retire these pages whatever hangs on them (leased frames wait for their leases), and recount the rest.
+        """Retire these pages even if they are held, and count the children of all others again.
 
-        ``held`` are pages that something hangs on in addition to their children, one entry per hold.
+        ``held`` are pages with holds in addition to their children, one entry per hold. Leased frames are freed when
+        their leases end.
         """
         roots = [self.holdings.roots[self.segment.extents[number].owner[frame]].root for number, frame, _ in family]
         self.retire(list(family), out)
@@ -475,7 +529,7 @@ class TierPages:
         self.recount([address for address in held if self.sealed(address)])
 
     def retire(self, pages: list[Address], out: list[do.Instruction]) -> None:
-        """These pages go; leased frames wait for their leases. The caller sees to what hung on them."""
+        """Retire these pages; leased frames are freed when their leases end. The caller handles pages after them."""
         vacated = Vacated()
         retiring: list[Address] = []
         for address in pages:
@@ -485,15 +539,15 @@ class TierPages:
                 retiring.append(self._renew(address, RETIRING))
             else:
                 self.vacate(address, self.records.key(address.extent, address.frame), vacated)
-        self.vacated(vacated, out)
+        self.write_vacated(vacated, out)
         if retiring:
             out.append(do.WriteState(retiring, RETIRING))
 
     def recount(self, held: list[Address]) -> prefix_links.Links:
-        """Children counts and evictable pages from the records: for start, and where a lying record was dropped."""
-        self.holdings.recount()
+        """Count children and list evictable pages from the records: at a start, and after damage."""
+        self.holdings.forget_leaves()
         snapshots = self.records.snapshots()
-        for snapshot in snapshots:  # what this event decided is not in the records yet
+        for snapshot in snapshots:  # the records do not have the decisions of this event yet
             extent = self.segment.extents[snapshot.extent]
             generations, states = np.frombuffer(extent.generation, np.uint64), np.frombuffer(extent.state, np.uint8)
             snapshot.words = generations << np.uint64(8) | states
@@ -511,14 +565,14 @@ class TierPages:
         return links
 
     def _relist(self, addresses: list[Address]) -> None:
-        """Offer exactly the childless pages to eviction, those not listed yet by their last use."""
-        missing = []
+        """Offer exactly the pages without children for eviction, those not listed yet by their last use."""
+        unlisted = []
         for address in addresses:
             extent = self.segment.extents[address.extent]
             slot = extent.slot_base + address.frame
             if extent.children[address.frame]:
                 extent.pool.withdraw(slot)
             elif not extent.pool.offered(slot):
-                missing.append((self.page(extent.pool, slot), slot, extent.pool))
-        for page, slot, pool in sorted(missing, key=lambda entry: entry[:2]):
+                unlisted.append((self.page(extent.pool, slot), slot, extent.pool))
+        for page, slot, pool in sorted(unlisted, key=lambda entry: entry[:2]):
             pool.offer(slot, page)

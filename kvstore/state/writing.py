@@ -1,23 +1,21 @@
-"""Writing: reservations under keys, by the shards of a write group; from reserve to seal or to a doomed frame's end.
+"""Reserved pages: from the reservation of a key to the seal, or to the release of the frame.
 
-See ``PendingTable`` for the life of a reserved page. The first seal of a key wins; a page is sealed once every shard
-has sealed and its parent is sealed.
+A *pending* page is reserved under a key and not sealed yet. It ends in one of two ways:
 
-Begun: granted frames that a client is writing layer by layer, and whose pages readers may follow already.
+- It is sealed, once every shard of its write group has sealed it and its parent is sealed. If several groups write
+  the same key, the first seal wins.
+- It is *doomed*, because a shard revoked it, its deadline passed, or its writer died. The frame of a doomed page is
+  QUARANTINED while one of its writers might still store into it. It is free once each writer has sealed or revoked
+  the page, or is proven dead.
 
-A writer that is alone with its pages asks for nothing: it writes into frames that were granted ahead, says so, and
-seals them like a put. What it says may come late, or never. Then its readers wait for the seal; nothing else depends
-on it.
+A single writer needs no reservation: it writes into frames that were granted ahead, and seals them like a put. It may
+announce such pages before it writes them (``events.Begin``). They are then *started*: readers find them in the pending
+table and follow them layer by layer (``StartedPages``). The announcement may come late or never. Then readers wait for
+the seal; nothing else depends on it.
 
-The pending table: pages reserved under a key and not sealed yet.
-
-A pending page lives from reserve until every shard has sealed (it becomes a SEALED frame) or until it is *doomed*:
-revoked by a shard, past its deadline, or its writer died. A doomed page's frame is QUARANTINED while any of its
-writers might still store into it, and free once each of them has spoken (sealed, revoked) or is proven dead.
-
-Behind: pages that are put behind a parent that the first tier does not have. What ``Writing`` asks about them.
-
-A node with one tier answers as ``Behind`` does: there is no such parent. With a second tier ``through.Through`` does.
+The parent of a page may be stored in the second tier only. Such a page is *written through*: saved to the second tier
+out of the frame that it was written into. ``Writing`` asks an object about such pages: ``WriteThroughBase`` on a node
+with one tier, where there are none, and ``tiering.write_through.WriteThrough`` otherwise.
 """
 
 from __future__ import annotations
@@ -36,17 +34,30 @@ from kvstore.state.interfaces import ClientSession
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
 
-GROUP = 1 << 63  # of pages that are written into granted frames; the rest of the number is their least generation
+GROUP = 1 << 63  # flag in the group number of pages in granted frames; the rest is their smallest generation
 
 
 def was_granted(group: int, address: Address) -> bool:
-    """Whether a record of that group is of a page that was written into a granted frame."""
+    """Return True if a record with that group number belongs to a page that was written into a granted frame."""
     return group >= GROUP and group ^ GROUP <= address.generation
 
 
 @dataclass(slots=True)
 class Pending:
-    """One reserved page. ``writing`` are the shards (with their sessions) that may still store into the frame."""
+    """A reserved page.
+
+    Attributes:
+        at_root: the page starts a chain: ``parent`` is its root.
+        group: number of the write group.
+        shards: number of shards in the write group.
+        until_ns: the deadline for the seal.
+        writing: the session of each shard that may still store into the frame.
+        sealed_mask: a bit for each shard that has sealed.
+        holds_parent: the parent is sealed and held, so that it cannot be evicted.
+        hint: how long the page is worth keeping, see ``kvstore.model.retention``.
+        continues: the parent comes from the same request, not from an earlier one.
+        is_started: the page is being written into a granted frame, see ``StartedPages``.
+    """
 
     key: bytes
     parent: bytes
@@ -60,25 +71,27 @@ class Pending:
     doomed: bool = False
     holds_parent: bool = False
     root: bytes = b""
-    hint: int = 0  # see ``kvstore.model.retention``
-    continues: bool = True  # it hangs on a page of the same request, not on what an earlier one left
-    begun: bool = False  # it is being written into a frame that was granted: see ``Begun``
+    hint: int = 0
+    continues: bool = True
+    is_started: bool = False
 
     @property
-    def complete(self) -> bool:
-        """Every shard has sealed."""
+    def is_complete(self) -> bool:
+        """True once every shard has sealed."""
         return self.sealed_mask == (1 << self.shards) - 1
 
-    def open_to(self, shard: int, shards: int, session: int) -> bool:
-        """True where the session may write the shard: it is not sealed and no other session writes it. A session that
-        already writes it lost the reply and asks again: only one of its writers at a time asks for a shard
-        (``Claims``)."""
-        mine = self.writing.get(shard, session) == session
-        return shards == self.shards and mine and not self.sealed_mask >> shard & 1
+    def is_open_to(self, shard: int, shards: int, session: int) -> bool:
+        """Return True if the session may write the shard: it is not sealed and no other session writes it.
+
+        A session that already writes the shard may ask again, because it may have lost the reply. Only one of its
+        writers at a time asks for a shard (``Claims``).
+        """
+        is_free = self.writing.get(shard, session) == session
+        return shards == self.shards and is_free and not self.sealed_mask >> shard & 1
 
 
 class PendingTable:
-    """Pending pages by address, by key (several groups may write one key) and by parent."""
+    """Pending pages by address, by key and by parent. Several groups may write one key."""
 
     def __init__(self) -> None:
         self.by_address: dict[Address, Pending] = {}
@@ -89,36 +102,36 @@ class PendingTable:
         return len(self.by_address)
 
     def add(self, page: Pending) -> None:
-        """A reservation was made."""
+        """Add a reservation."""
         self.by_address[page.address] = page
         if not page.doomed:
             self._by_key.setdefault(page.key, []).append(page)
             self._by_parent.setdefault(page.parent, []).append(page)
 
     def find(self, root: bytes, key: bytes, group: int) -> Pending | None:
-        """The live reservation of ``key`` by ``group``; a page of another root is another page."""
+        """Return the live reservation of ``key`` under ``root`` by ``group``; None if there is none."""
         return next((page for page in self._by_key.get(key, ()) if page.group == group and page.root == root), None)
 
-    def coming(self, root: bytes, key: bytes) -> bool:
-        """Whether any session has reserved that page."""
+    def is_reserved(self, root: bytes, key: bytes) -> bool:
+        """Return True if any group has a live reservation of that page."""
         return any(page.root == root for page in self._by_key.get(key, ()))
 
-    def named(self, key: bytes) -> Pending | None:
-        """The reservation readers are shown for ``key``: the earliest live one."""
+    def first(self, key: bytes) -> Pending | None:
+        """Return the earliest live reservation of ``key``. Readers that look for ``key`` find this one."""
         pages = self._by_key.get(key)
         return pages[0] if pages else None
 
     def children(self, key: bytes) -> list[Pending]:
-        """Live reservations whose page follows ``key``."""
+        """Return the live reservations whose parent is ``key``."""
         return list(self._by_parent.get(key, ()))
 
     def doom(self, page: Pending) -> None:
-        """No longer live: readers and other writers do not see it. Its frame stays until ``remove``."""
+        """Hide a page from readers and other writers. Its frame stays reserved until ``remove``."""
         page.doomed = True
         self._unlist(page)
 
     def remove(self, page: Pending) -> None:
-        """Sealed, or its frame is free."""
+        """Remove a page that was sealed, or whose frame is free."""
         del self.by_address[page.address]
         if not page.doomed:
             self._unlist(page)
@@ -131,58 +144,84 @@ class PendingTable:
                 del table[key]
 
 
-class Behind:
-    """The answers of a node with one tier."""
+class WriteThroughBase:
+    """Pages whose parent is only in the second tier. These are the answers of a node with one tier."""
 
     def has(self, root: bytes, key: bytes) -> bool:
-        """The second tier has that page."""
+        """Return True if the second tier has that page."""
         return False
 
-    def holds(self, root: bytes, key: bytes) -> bool:
-        """The second tier has that page, or is about to have it, and takes more pages of its class."""
+    def can_extend(self, root: bytes, key: bytes) -> bool:
+        """Return True if children of that page can be written through.
+
+        The second tier has the page, or a save of it has started, and the tier accepts more pages of its class.
+        """
         return False
 
-    def room(self, pool: ClassPool, anchor: bytes, count: int) -> int:
-        """How many frames may be granted for pages after ``anchor``; all of ``count`` where they stay in this tier."""
+    def grantable(self, pool: ClassPool, anchor: bytes, count: int) -> int:
+        """Return how many of ``count`` frames may be granted for pages after ``anchor``."""
         return count
 
-    def make_room(self, anchor: bytes, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
-        """Up to ``count`` frames for what a put goes on with after ``anchor``, where there were none."""
+    def take_for_put(self, anchor: bytes, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
+        """Take up to ``count`` frames for a put that goes on after ``anchor`` and found none in the first tier."""
         return []
 
-    def room_for(
+    def take_for_reservation(
         self, anchor: bytes, pool: ClassPool, owner: int, taken: list[Address], count: int, out: list[do.Instruction]
     ) -> list[Address]:
-        """Frames for ``count`` reservations after ``anchor``, which need them all at once, where only ``taken`` were to
-        be had."""
+        """Return frames for ``count`` pages that are reserved at once after ``anchor``.
+
+        Args:
+            owner: number of the root.
+            taken: frames that the first tier could give, fewer than ``count``.
+        """
         return taken
 
     def seal(
         self, event: ev.SealGranted, granted: set[Address], keys: list[bytes], number: int
     ) -> list[do.Instruction] | None:
-        """A put whose pages hang on one that the first tier does not have; None where no tier has it."""
+        """Seal a put whose parent the first tier does not have. Return None if no tier has the parent."""
         return None
 
-    def takes(self, page: Pending) -> bool:
-        """This page is complete and has no parent here: whether the second tier takes it. ``start`` has to follow."""
+    def accept(self, page: Pending) -> bool:
+        """Choose a complete page without a parent in this tier to be written through; return False if it cannot be.
+
+        The caller has to call ``start`` after a series of these.
+        """
         return False
 
-    def flies(self, page: Pending) -> bool:
-        """This page is being saved, or will be as soon as there is room for it."""
+    def is_waiting(self, page: Pending) -> bool:
+        """Return True if the page is being saved, or will be as soon as there is space for it."""
         return False
 
     def start(self, out: list[do.Instruction]) -> None:
-        """Have those pages saved that ``takes`` said yes to."""
+        """Start saving the pages that ``accept`` has chosen."""
 
-    def again(self, out: list[do.Instruction]) -> None:
-        """Try once more what the second tier had no room for."""
+    def retry(self, out: list[do.Instruction]) -> None:
+        """Try again to save pages for which the second tier had no space."""
 
     def saved(self, event: ev.Saved) -> list[do.Instruction]:
-        """See ``events.Saved``, of pages that ``start`` had saved."""
-        raise AssertionError("nothing was to be saved behind anything")
+        """Handle ``events.Saved`` for pages whose save ``start`` has begun."""
+        raise AssertionError("a node with one tier writes no page through")
 
 
 QUARANTINED = FrameState.QUARANTINED
+
+
+@dataclass(slots=True)
+class ReservePlan:
+    """The outcome of a ``Reserve`` before frames are taken.
+
+    Attributes:
+        statuses, addresses: of each page, for the reply.
+        anchor: key of the last stored page, which the new pages follow.
+        new: places of the pages that need frames.
+    """
+
+    statuses: list[Status]
+    addresses: list[Address]
+    anchor: bytes
+    new: list[int] = field(default_factory=list)
 
 
 class Writing:
@@ -194,82 +233,90 @@ class Writing:
         self.counters = counters
         self.ttl_ns_max = ttl_ns_max
         self.pending = PendingTable()
-        self.through = Behind()  # for pages whose parent this tier does not have
+        self.write_through = WriteThroughBase()
 
     def reserve(self, event: ev.Reserve) -> list[do.Instruction]:
-        """See ``events.Reserve``."""
-        out: list[do.Instruction] = []
+        """Handle ``events.Reserve``."""
         keys = keys_of(event.rows)
         if len(set(keys)) != len(keys):
-            return [named_twice()]
+            return [duplicate_refusal()]
         parents = [event.parent, *keys[:-1]]
         root = event.rows[0, ROOT].tobytes()
-        pool = self.space.segment.pool(event.frame_class)
-        statuses, addresses = [Status.OK] * len(keys), [Address(0, 0, 0)] * len(keys)
-        new: list[int] = []
-        parent_ok = event.parent == root or self._holdable(root, event.parent, event.group)
-        through = not parent_ok and not is_object_class(event.frame_class)
-        parent_ok = parent_ok or (through and self.through.holds(root, event.parent))
-        absent = False
-        anchor = event.parent
-        for i, key in enumerate(keys):
-            found = None if absent else self.space.pages.find(key)
-            joined = self.pending.find(root, key, event.group) if found is None else None
-            if (
-                found is not None and self.space.pages.root_of(found) != root
-            ):  # forged: the page that came first has the key
-                statuses[i], parent_ok, absent = Status.NO_PARENT, False, True
-                continue
-            if found is not None:
-                statuses[i], addresses[i], parent_ok, anchor = Status.PRESENT, found, True, key
-                continue
-            if through and not absent and self.through.has(root, key):
-                statuses[i], anchor = Status.PRESENT, key
-                continue
-            absent = True
-            if joined is not None and joined.open_to(event.shard, event.shards, event.session):
-                statuses[i], addresses[i], parent_ok = Status.JOINED, joined.address, True
-                joined.writing[event.shard] = event.session
-                out.append(do.WriteWriter([joined.address], event.shard, event.session))
-            elif joined is not None or not parent_ok:
-                statuses[i], parent_ok = Status.NO_PARENT, False
-            else:
-                new.append(i)
+        out: list[do.Instruction] = []
+        plan = self._plan(event, keys, root, out)
+        taken = self._take_frames(event, root, plan, out)
         until_ns = event.now_ns + min(event.ttl_ns, self.ttl_ns_max)
-        number = self.tenants.number(root)
-        fits = self.space.quotas.fit(number, event.frame_class, len(new), anchor, out) if new else 0
-        taken = self.space.take_after((anchor,), pool, fits, out) if fits else []
-        self.space.pages.expect(taken, number)
-        if len(taken) < len(new):
-            taken = self.through.room_for(anchor, pool, number, taken, len(new), out)
-            fits = max(fits, len(taken))
-        done = new[: len(taken)]
-        for i in new[len(taken) :]:
-            statuses[i] = self.no_space(Status.OVER_QUOTA if len(taken) == fits else Status.NO_SPACE)
-        for i, address in zip(done, taken, strict=True):
-            statuses[i], addresses[i] = Status.OK, address
+        reserved = plan.new[: len(taken)]
+        for i, address in zip(reserved, taken, strict=True):
+            plan.statuses[i], plan.addresses[i] = Status.OK, address
             page = Pending(keys[i], parents[i], parents[i] == root, address, event.group, event.shards, until_ns)
             page.root, page.hint = root, event.hints[i] if event.hints else 0
             page.writing[event.shard] = event.session
             self.hold_parent(page)
             page.continues = not page.holds_parent
             self.pending.add(page)
-        if done:
-            rows = event.rows[done]
+        if reserved:
             args = (event.session, event.group, event.shard, event.shards, until_ns)
-            out.append(do.WriteReserved(taken, rows, [parents[i] for i in done], *args))
-        out.append(do.Reply(statuses=[int(s) for s in statuses], addresses=addresses))
+            out.append(do.WriteReserved(taken, event.rows[reserved], [parents[i] for i in reserved], *args))
+        out.append(do.Reply(statuses=[int(status) for status in plan.statuses], addresses=plan.addresses))
         return out
 
+    def _plan(self, event: ev.Reserve, keys: list[bytes], root: bytes, out: list[do.Instruction]) -> ReservePlan:
+        """Find which pages need frames, and let the shard join reservations of its group."""
+        plan = ReservePlan([Status.OK] * len(keys), [Address(0, 0, 0)] * len(keys), event.parent)
+        parent_ok = event.parent == root or self._has_parent(root, event.parent, event.group)
+        is_through = not parent_ok and not is_object_class(event.frame_class)
+        parent_ok = parent_ok or (is_through and self.write_through.can_extend(root, event.parent))
+        is_absent = False  # from the first page on that is not stored
+        for i, key in enumerate(keys):
+            stored = None if is_absent else self.space.pages.find(key)
+            pending = self.pending.find(root, key, event.group) if stored is None else None
+            if stored is not None and self.space.pages.root_of(stored) != root:
+                # One of the two keys is forged: the page that was stored first keeps the key.
+                plan.statuses[i], parent_ok, is_absent = Status.NO_PARENT, False, True
+                continue
+            if stored is not None:
+                plan.statuses[i], plan.addresses[i], parent_ok, plan.anchor = Status.PRESENT, stored, True, key
+                continue
+            if is_through and not is_absent and self.write_through.has(root, key):
+                plan.statuses[i], plan.anchor = Status.PRESENT, key
+                continue
+            is_absent = True
+            if pending is not None and pending.is_open_to(event.shard, event.shards, event.session):
+                plan.statuses[i], plan.addresses[i], parent_ok = Status.JOINED, pending.address, True
+                pending.writing[event.shard] = event.session
+                out.append(do.WriteWriter([pending.address], event.shard, event.session))
+            elif pending is not None or not parent_ok:
+                plan.statuses[i], parent_ok = Status.NO_PARENT, False
+            else:
+                plan.new.append(i)
+        return plan
+
+    def _take_frames(
+        self, event: ev.Reserve, root: bytes, plan: ReservePlan, out: list[do.Instruction]
+    ) -> list[Address]:
+        """Take frames for the new pages, the first ones first. Set the status of the pages that get none."""
+        new, anchor = plan.new, plan.anchor
+        pool, number = self.space.segment.pool(event.frame_class), self.tenants.number(root)
+        fits = self.space.quotas.fit(number, event.frame_class, len(new), anchor, out) if new else 0
+        taken = self.space.take_after((anchor,), pool, fits, out) if fits else []
+        self.space.pages.expect(taken, number)
+        if len(taken) < len(new):
+            taken = self.write_through.take_for_reservation(anchor, pool, number, taken, len(new), out)
+            fits = max(fits, len(taken))
+        for i in new[len(taken) :]:
+            plan.statuses[i] = self.no_space(Status.OVER_QUOTA if len(taken) == fits else Status.NO_SPACE)
+        return taken
+
     def no_space(self, otherwise: Status = Status.NO_SPACE) -> Status:
-        """Why this event got no frame: pages are on their way and frames come soon, or none may leave."""
+        """Return why this event got no frame: BUSY if frames will be free soon, else ``otherwise``."""
         return Status.BUSY if self.space.departures.waiting else otherwise
 
-    def _holdable(self, root: bytes, key: bytes, group: int) -> bool:
+    def _has_parent(self, root: bytes, key: bytes, group: int) -> bool:
         return self.space.pages.find_in(root, key) is not None or self.pending.find(root, key, group) is not None
 
     def hold_parent(self, page: Pending) -> None:
-        """What the page hangs on may not leave, where that is sealed."""
+        """Hold the parent of the page, if it is sealed, so that it cannot be evicted."""
         parent = None if page.at_root or page.holds_parent else self.space.pages.find_in(page.root, page.parent)
         if parent is not None:
             self.space.pages.hold(parent)
@@ -278,12 +325,12 @@ class Writing:
     def _unhold_parent(self, page: Pending) -> None:
         if page.holds_parent:
             parent = self.space.pages.find(page.parent)
-            assert parent is not None  # held, so not evicted; a damaged parent dooms its pending children first
+            assert parent is not None  # a held page is not evicted; damage of a parent first dooms pending children
             self.space.pages.unhold(parent)
             page.holds_parent = False
 
     def seal(self, event: ev.Seal) -> list[do.Instruction]:
-        """See ``events.Seal``."""
+        """Handle ``events.Seal``."""
         out: list[do.Instruction] = []
         statuses: list[int] = []
         for address in event.addresses:
@@ -295,39 +342,42 @@ class Writing:
             if page.doomed:
                 if page.writing:
                     out.append(do.WriteWriter([address], event.shard, 0))
-                self._settle(page, out)
+                self._free_if_unwritten(page, out)
                 statuses.append(Status.STALE)
                 continue
             page.sealed_mask |= 1 << event.shard
             if page.shards > 1:
                 out.append(do.WriteShards(address, page.shards, page.sealed_mask))
-            status = self._complete(page, out) if page.complete else Status.PARTIAL
-            if page.shards == 1 and status in (Status.PARTIAL, Status.BUSY):  # this writer will not speak of it again
+            status = self._complete(page, out) if page.is_complete else Status.PARTIAL
+            if page.shards == 1 and status in (Status.PARTIAL, Status.BUSY):  # this writer sends no other message
                 out.append(do.WriteShards(address, page.shards, page.sealed_mask))
             statuses.append(status)
-        self.through.start(out)
+        self.write_through.start(out)
         out.append(do.Reply(statuses=statuses))
         return out
 
     def _complete(self, page: Pending, out: list[do.Instruction]) -> Status:
-        """All shards are there: seal if the parent is sealed, drop the copy if another writer was first. BUSY: it is
-        saved to NVMe, where its parent is."""
-        status = self._seal_whole(page, out)
+        """Seal a page whose shards have all sealed, and the pages that waited for it.
+
+        PARTIAL: the parent is not sealed yet. BUSY: the page is written through. PRESENT: another writer was first,
+        and this copy is doomed.
+        """
+        status = self._seal_complete(page, out)
         if status in (Status.OK, Status.BUSY):
             self.follow([page.key], out)
         return status
 
     def follow(self, keys: list[bytes], out: list[do.Instruction]) -> None:
-        """Pages of these keys were sealed: reservations hang on them, and those that waited for them are sealed too."""
+        """Hold pages that were just sealed for the reservations after them, and seal reservations that waited."""
         waiting = deque(keys)
         while waiting:
             for child in self.pending.children(waiting.popleft()):
                 self.hold_parent(child)
-                there = child.holds_parent or self.through.holds(child.root, child.parent)
-                if there and child.complete and self._seal_whole(child, out) in (Status.OK, Status.BUSY):
+                has_parent = child.holds_parent or self.write_through.can_extend(child.root, child.parent)
+                if has_parent and child.is_complete and self._seal_complete(child, out) in (Status.OK, Status.BUSY):
                     waiting.append(child.key)
 
-    def _seal_whole(self, page: Pending, out: list[do.Instruction]) -> Status:
+    def _seal_complete(self, page: Pending, out: list[do.Instruction]) -> Status:
         first = self.space.pages.find(page.key)
         if first is not None:
             same = self.space.pages.root_of(first) == page.root
@@ -335,15 +385,15 @@ class Writing:
             return Status.PRESENT if same else Status.NO_PARENT
         parent = None if page.at_root else self.space.pages.find_in(page.root, page.parent)
         if parent is None and not page.at_root:
-            if self.through.takes(page):
+            if self.write_through.accept(page):
                 return Status.BUSY
-            if self.pending.coming(page.root, page.parent):
+            if self.pending.is_reserved(page.root, page.parent):
                 return Status.PARTIAL
             self.doom([page], out)
             return Status.NO_PARENT
         info = standing(*self.space.pages.standing_after(parent, page.continues), page.hint)
         self._unhold_parent(page)
-        self._forget(page, out)
+        self._remove(page, out)
         self.space.pages.seal(page.address, page.key, page.root, parent, info)
         self.space.pages.leaf(page.address, page.key, self.space.pages.now_ns // 1_000_000)
         out.append(
@@ -352,70 +402,78 @@ class Writing:
         self.counters["pages_sealed"] += 1
         return Status.OK
 
-    def forgotten(self) -> list[Pending]:
-        """Pages that are whole, whose parent is stored, and that are not sealed: there is none."""
+    def overdue(self) -> list[Pending]:
+        """Return complete pages with a stored parent that are not sealed. There must be none."""
         return [
             page
             for page in self.pending.by_address.values()
-            if page.complete and not page.doomed and not self.through.flies(page)
-            if self.space.pages.find_in(page.root, page.parent) is not None or self.through.has(page.root, page.parent)
+            if page.is_complete and not page.doomed and not self.write_through.is_waiting(page)
+            if self.space.pages.find_in(page.root, page.parent) is not None
+            or self.write_through.has(page.root, page.parent)
         ]
 
-    def unbegin(self, page: Pending, out: list[do.Instruction]) -> None:
-        """A begun page is a reservation no longer. Its frame stays its writer's."""
+    def drop_started(self, page: Pending, out: list[do.Instruction]) -> None:
+        """Remove a started page from the pending table. Its frame stays with its writer."""
         self._unhold_parent(page)
-        self._forget(page, out)
+        self._remove(page, out)
 
     def stored_below(self, page: Pending, out: list[do.Instruction]) -> None:
-        """The page is on NVMe, and will not be in DRAM: its frame is free, and those of other writers of that key."""
-        self._forget(page, out)
+        """Free the frame of a page that is now on NVMe only, and doom other complete copies of it."""
+        self._remove(page, out)
         self.space.pages.free([page.address], out)
-        while (other := self.pending.named(page.key)) is not None and (other.complete and other.root == page.root):
+        while (other := self.pending.first(page.key)) is not None and (other.is_complete and other.root == page.root):
             self.doom([other], out)
 
     def revoke(
         self, session: int, addresses: list[Address], out: list[do.Instruction], shard: int | None = None
     ) -> list[bool]:
-        """A session, or one shard of it, writes no more into these pages; per address whether it was a writer there."""
-        theirs = []
+        """End the writing of a session, or of one shard of it, into these pages.
+
+        Return for each address whether the session was a writer there.
+        """
+        was_writer = []
         for address in addresses:
             page = self.pending.by_address.get(address)
             writing = page.writing.items() if page is not None else ()
             shards = [s for s, owner in writing if owner == session and shard in (None, s)]
             if page is not None and shards:
-                self._silence(page, shards, out)
-            theirs.append(bool(shards))
-        return theirs
+                self._end_writing(page, shards, out)
+            was_writer.append(bool(shards))
+        return was_writer
 
     def end_session(self, session: int, out: list[do.Instruction]) -> None:
-        """A session's process is gone: it writes no more."""
+        """End all writing of a session whose process is gone."""
         for page in list(self.pending.by_address.values()):
             shards = [shard for shard, owner in page.writing.items() if owner == session]
             if shards:
-                self._silence(page, shards, out)
+                self._end_writing(page, shards, out)
         if self.space.segment.session_ended(session):
-            out.append(do.WriteQuarantine({at: set(held) for at, held in self.space.segment.quarantined.items()}))
+            quarantined = self.space.segment.quarantined
+            out.append(do.WriteQuarantine({position: set(sessions) for position, sessions in quarantined.items()}))
 
     def expire(self, now_ns: int, out: list[do.Instruction]) -> None:
-        """Reservations past their deadline: readers and other writers see them no more."""
-        over = [p for p in self.pending.by_address.values() if p.until_ns <= now_ns and not p.doomed]
-        self.doom([page for page in over if not page.begun], out)
+        """Doom the reservations whose deadline has passed. Started pages have an ``expire`` of their own."""
+        expired = [p for p in self.pending.by_address.values() if p.until_ns <= now_ns and not p.doomed]
+        self.doom([page for page in expired if not page.is_started], out)
 
     def drop_children(self, keys: list[bytes], out: list[do.Instruction]) -> list[Address]:
-        """Sealed pages of these keys go whatever hangs on them. Returns what reservations still hang on. Begun ones
-        wait for their parent's next seal, which may be their own writer's."""
+        """Let go of sealed pages that have to leave, and return the sealed pages that reservations still hold.
+
+        Reservations after pages of these keys are doomed. Started pages are not: they wait for the next seal of their
+        parent, which may come from their own writer.
+        """
         for page in [page for key in keys for page in self.pending.children(key) if page.holds_parent]:
             page.holds_parent = False
-            self.doom([page] if not page.begun else [], out)
-        return self.held()
+            self.doom([page] if not page.is_started else [], out)
+        return self.held_parents()
 
-    def held(self) -> list[Address]:
-        """Sealed pages that reservations hang on, one entry per reservation."""
+    def held_parents(self) -> list[Address]:
+        """Return the sealed pages that reservations hold, one entry per reservation."""
         parents = [self.space.pages.find(page.parent) for page in self.pending.by_address.values() if page.holds_parent]
         return [parent for parent in parents if parent is not None]
 
-    def _silence(self, page: Pending, shards: list[int], out: list[do.Instruction]) -> None:
-        """These shards will write no more and have not sealed: the page cannot become whole."""
+    def _end_writing(self, page: Pending, shards: list[int], out: list[do.Instruction]) -> None:
+        """Doom a page because these shards stopped before they sealed it."""
         for shard in shards:
             del page.writing[shard]
             if page.writing:
@@ -423,44 +481,44 @@ class Writing:
         self.doom([page], out)
 
     def doom(self, pages: list[Pending], out: list[do.Instruction]) -> None:
-        """These pages will never be sealed; their frames are free once no session may write them any more."""
+        """Give up these pages. Their frames are free once no session may write into them any more."""
         for page in pages:
             if not page.doomed:
                 self._unhold_parent(page)
                 self.pending.doom(page)
-                self._rename(page, out)
+                self._update_readers(page, out)
                 if page.writing:
                     self.space.pages.mark(page.address, QUARANTINED)
                     out.append(do.WriteState([page.address], QUARANTINED))
                     self.counters["pages_quarantined"] += 1
-            self._settle(page, out)
+            self._free_if_unwritten(page, out)
 
-    def _settle(self, page: Pending, out: list[do.Instruction]) -> None:
-        """A doomed page whose writers have all spoken or died gives its frame back."""
+    def _free_if_unwritten(self, page: Pending, out: list[do.Instruction]) -> None:
+        """Free the frame of a doomed page once it has no writer."""
         if page.doomed and not page.writing:
             self.pending.remove(page)
             self.space.pages.free([page.address], out)
 
-    def _forget(self, page: Pending, out: list[do.Instruction]) -> None:
+    def _remove(self, page: Pending, out: list[do.Instruction]) -> None:
         self.pending.remove(page)
-        self._rename(page, out)
+        self._update_readers(page, out)
 
-    def _rename(self, page: Pending, out: list[do.Instruction]) -> None:
-        """Readers look pending pages up by key: show them the next reservation of that key, or none."""
-        heir = self.pending.named(page.key)
-        out.append(do.Unpend(page.key, heir.address if heir is not None else None))
+    def _update_readers(self, page: Pending, out: list[do.Instruction]) -> None:
+        """Name the next reservation of the key in the index, or none: readers look up pending pages there."""
+        successor = self.pending.first(page.key)
+        out.append(do.Unpend(page.key, successor.address if successor is not None else None))
 
 
-def named_twice() -> do.Reply:
-    """The refusal of a request that names one page, or one frame, twice."""
+def duplicate_refusal() -> do.Reply:
+    """Return the refusal of a request that names one page, or one frame, twice."""
     return do.Reply(Status.INVALID, detail={"field": "pages", "reason": "a key or a frame is named twice"})
 
 
-class BegunPages:
-    """The begun pages of a node. Part of ``NodeState``.
+class StartedPages:
+    """The started pages of a node. Part of ``NodeState``.
 
-    Life of a frame here: granted -> begun, a reservation of its session -> granted again, when its page is about to
-    be sealed, is given up, or was not sealed by its deadline. A session that ends takes both with it.
+    Life of a frame here: granted -> reserved for a started page -> granted again, when the page is about to be sealed,
+    is given up, or misses its deadline. When a session ends, its granted and its started frames are freed.
     """
 
     def __init__(self, writing: Writing, sessions: Mapping[int, ClientSession]) -> None:
@@ -469,10 +527,10 @@ class BegunPages:
         self.sessions = sessions
 
     def begin(self, event: ev.Begin) -> list[do.Instruction]:
-        """See ``events.Begin``."""
+        """Handle ``events.Begin``."""
         keys, root = keys_of(event.rows), event.rows[0, ROOT].tobytes()
         if len(set(keys)) != len(keys) or len(set(event.addresses)) != len(keys):
-            return [named_twice()]
+            return [duplicate_refusal()]
         session = self.sessions.get(event.session)
         if session is None or not (event.parent == root or self.space.pages.find_in(root, event.parent) is not None):
             return [do.Reply()]
@@ -491,7 +549,7 @@ class BegunPages:
             self.space.segment.extents[address.extent].pool.granted_ahead -= 1
             writing = {0: event.session}
             page = Pending(keys[i], parents[i], parents[i] == root, address, group, 1, until_ns, writing)
-            page.root, page.begun = root, True
+            page.root, page.is_started = root, True
             self.writing.hold_parent(page)
             self.writing.pending.add(page)
         parents = [parents[i] for i in new]
@@ -499,26 +557,29 @@ class BegunPages:
         return [reserved, do.Reply()]
 
     def _may_expect(self, number: int, address: Address) -> bool:
-        """The frame may count for that root: its tenant has no quota, or was charged with the frame already. A page in
-        any other is not begun: whether there is room for it its seal will tell."""
+        """Return True if the frame may be charged to that root.
+
+        The tenant of the root has no quota, or was charged with this frame before. Any other page is not started:
+        its seal decides whether the quota has space for it.
+        """
         roots = self.space.pages.holdings.roots
         share, owner = roots[number].share, self.space.segment.extents[address.extent].owner[address.frame]
         return share.quota is None or (owner > 0 and roots[owner].share is share)
 
     def withdraw(self, session: int, addresses: list[Address], out: list[do.Instruction]) -> None:
-        """Frames that the session has begun to write are merely granted again."""
+        """Turn started pages of the session in these frames back into granted frames."""
         for address in addresses if self.writing.pending else ():
             page = self.writing.pending.by_address.get(address)
-            if page is not None and page.begun and not page.doomed and page.writing.get(0) == session:
+            if page is not None and page.is_started and not page.doomed and page.writing.get(0) == session:
                 self._withdraw(page, out)
 
     def expire(self, now_ns: int, out: list[do.Instruction]) -> None:
-        """Pages that were not sealed in time are shown to readers no longer."""
+        """Withdraw started pages that were not sealed in time: readers do not find them any more."""
         for page in list(self.writing.pending.by_address.values()):
-            if page.begun and not page.doomed and page.until_ns <= now_ns:
+            if page.is_started and not page.doomed and page.until_ns <= now_ns:
                 self._withdraw(page, out)
 
     def _withdraw(self, page: Pending, out: list[do.Instruction]) -> None:
-        self.writing.unbegin(page, out)
+        self.writing.drop_started(page, out)
         self.sessions[page.writing[0]].granted.add(page.address)
         self.space.segment.extents[page.address.extent].pool.granted_ahead += 1

@@ -472,9 +472,9 @@ def test_pages_that_an_event_has_moved_are_not_evicted_by_it(monkeypatch: pytest
         world.damage_below(key)
     put(world, 900, frame_class=LARGE)
     demote_all(world)
-    clears = world.state.tiering.pairs[Tier.NVME].clearing
+    reclaim = world.state.tiering.pairs[Tier.NVME].reclaim
     (carry,) = world.node.copies
-    assert clears.taker is not None and isinstance(carry, do.Carry) and len(carry.pages) == 2
+    assert reclaim.taker is not None and isinstance(carry, do.Carry) and len(carry.pages) == 2
     new = [put(world, i)[0] for i in range(40, 42)]
     for key in world.node.nvme_index.keys() - {page.key for page in carry.pages}:
         world.use(key)
@@ -484,7 +484,7 @@ def test_pages_that_an_event_has_moved_are_not_evicted_by_it(monkeypatch: pytest
         world.move_on()
     world.check()
     world.settle()
-    assert clears.taker is None and world.node.nvme_index.keys() >= {*second[:12], *new}
+    assert reclaim.taker is None and world.node.nvme_index.keys() >= {*second[:12], *new}
 
 
 def demote_all(world: TieredWorld) -> None:

@@ -36,14 +36,14 @@ PAGE = FrameClass(4096, 2, 2)
 
 def test_what_a_start_finds_is_unclaimed_until_its_tenant_speaks() -> None:
     accounts = Tenants([Tier.DRAM, Tier.NVME], [Quota("*", nvme=7)])
-    number = accounts.number(ROOT, found=True)
+    number = accounts.number(ROOT, restored=True)
     below = accounts.holdings[Tier.NVME]
     below.add(number, 2, 20)
     below.suspect = False
     assert below.roots[number].share.quota is None and accounts.unclaimed() == {"dram": 0, "nvme": 20}
     assert accounts.name(ROOT, {"salt": "a"})
     assert below.share("a").bytes == 20 and below.suspect and accounts.unclaimed() == {"dram": 0, "nvme": 0}
-    other = accounts.number(b"o" * 16, found=True)
+    other = accounts.number(b"o" * 16, restored=True)
     assert accounts.number(b"o" * 16) == other and below.roots[other].share.salt == "", "stored again without a name"
 
 

@@ -48,9 +48,9 @@ class QuotaWorld(TieredWorld):
         super().check()
         for holdings in self.state.tenants.holdings.values():
             for share in holdings.shares.values():
-                assert share.salt in SALTS.values() or not share.bytes + share.coming, "what is whose?"
+                assert share.salt in SALTS.values() or not share.bytes + share.expected_bytes, "what is whose?"
                 if not holdings.suspect and share.quota is not None:
-                    has = share.bytes + share.coming
+                    has = share.bytes + share.expected_bytes
                     assert has <= share.quota, f"{share.salt!r} has {has} of {share.quota} in {holdings.tier}"
 
 

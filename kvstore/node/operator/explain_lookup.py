@@ -204,11 +204,11 @@ def _page_entry(performer: Performer, state: NodeState, key: bytes, root: bytes,
             page["tiers"].append(str(tier))
             if state.leases.holds(address.extent, address.frame):
                 page["leased"] = True
-            if state.pins.keeps(tier, key):
+            if state.pins.is_pinned(tier, key):
                 page["pinned"] = True
         else:
             page["identity"] = True
-    pending = state.writing.pending.named(key) if not page["tiers"] else None
+    pending = state.writing.pending.first(key) if not page["tiers"] else None
     if pending is not None:
         remaining_s = max(0.0, (pending.until_ns - now_ns) / 1e9)
         sealed = pending.sealed_mask.bit_count()

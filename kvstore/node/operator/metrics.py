@@ -20,7 +20,7 @@ from kvstore.node.operator.stats import node_stats, pins_stats, tenant_rows
 from kvstore.node.scrubber import Scrubber
 from kvstore.server.metrics import INTERNAL_ERRORS, MEMBERSHIP, SHED_HELP, DaemonMetrics, Families, metric_info
 from kvstore.shm.counters import LATENCY_BOUNDS_S, MISS_REASONS, OPERATIONS, REUSE_BOUNDS_S, REUSE_SAMPLED, TIMED_NS
-from kvstore.shm.data_server_file import find_errors
+from kvstore.shm.data_server_file import read_errors
 from kvstore.tier.nvme.frame_header import REASONS
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class NodeMetrics(DaemonMetrics):
         add("event_log_overwritten", stats["event_log"]["overwritten"])
         add("leases", stats["leases"])
         add("reservations", stats["reservations"])
-        for place, count in find_errors(self._node.folder).items():
+        for place, count in read_errors(self._node.folder).items():
             label = place if place.startswith("data/") else f"data/{place}"
             add.families[INTERNAL_ERRORS.name].add_metric((label,), count)
         scrubber = self._scrubber.stats()

@@ -105,7 +105,7 @@ def _views(
     leased: dict[int, list[int]] = {}
     for number, frame in state.leases.frames():
         leased.setdefault(number, []).append(frame)
-    pinned_keys = {tier: state.pins.kept(tier) for tier in tiers if tier in state.spaces}
+    pinned_keys = {tier: state.pins.pinned_keys(tier) for tier in tiers if tier in state.spaces}
     return views, leased, pinned_keys
 
 

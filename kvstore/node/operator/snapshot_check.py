@@ -36,7 +36,7 @@ ENTRY_BYTES = KEY_BYTES + ADDRESS_BYTES
 class NodeCopy(NamedTuple):
     """A node's decisions, records and index as of one moment.
 
-    ``entries`` can be read once, soon, and by the thread that called ``freeze``: see ``Index.hold``.
+    ``entries`` can be read once, soon, and by the thread that called ``freeze``: see ``Index.snapshot``.
     """
 
     state: NodeState

@@ -1,7 +1,7 @@
-"""Eviction: which unused page leaves first. The policies by name; what a policy is stands in ``eviction.base``.
+"""Eviction: which unused page leaves first. The policies by name; ``eviction.base`` says what a policy is.
 
-Only pages without stored children are offered to a policy, so no tail is orphaned. Work per eviction grows with the
-logarithm of the pages offered, nothing else. ``docs/eviction.md`` has how they compare, and why.
+Only pages without stored children are offered to a policy, so no page loses its parent. The work per eviction grows
+with the logarithm of the offered pages, and with nothing else. ``docs/eviction.md`` compares the policies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ from kvstore.state.eviction.gittins import Gittins
 
 __all__ = ["POLICIES", "POLICY_DEFAULT", "STALE_MAX", "EvictionPolicy", "Lru", "Page"]
 
-# By name: made with the pages the class holds, as far as known (see ``EvictionPolicy.resize``).
+# Each is made with the number of pages that the class holds, as far as known (see ``EvictionPolicy.resize``).
 POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType({"lru": Lru, "gittins": Gittins})
 POLICY_DEFAULT = "gittins"

@@ -1,24 +1,19 @@
-"""What an eviction policy is, and what the policies are made of: pages, slots, and heaps in arrays.
+"""What an eviction policy is, and its building blocks: pages, tails, heaps in arrays, and the policy ``Lru``.
 
-A policy orders the pages of one frame class. It names them by *slots*, small integers that a frame keeps for as long as
-its extent lasts. Only leaves are offered to it (sealed pages without stored children that nothing holds), because
-chains are prefix-closed: what leaves is always the tail of a chain. A worked example, three pages of one chain in the
-slots 5, 6, 7, stored by one put, in a policy that is asked for room twice::
+A policy orders the pages of one frame class. It names them by *slots*, small integers that a frame keeps as long as its
+extent exists. Only leaves are offered to it: sealed pages without stored children that nothing holds. Chains are
+prefix-closed, so the pages that leave are always the tail of a chain. A worked example: one put has stored a chain of
+three pages in the slots 5, 6 and 7, and then room is needed twice::
 
     add(7, Page(...))        the put: its last page is a leaf, the others have children
     victim(...) -> 7         room is needed
-    forget(7, key)           it was evicted; slot 7 will name another page
-    add(6, Page(...))        its parent became a leaf, with its own last use
-    remove(6)                a request extends the chain there: page 6 gets a child. It is still stored
+    forget(7, key)           the page is evicted; slot 7 will name another page
+    add(6, Page(...))        its parent is a leaf now, with its own last use
+    remove(6)                a request extends the chain: page 6 has a child again, and is still stored
     add(6, ...), forget(6, key)   and so on
 
-Reads happen in the clients, without a message: a client merely stores the time into the page's mark. So a policy that
-wants to know whether a page was used reads its mark, and only does so for pages it is about to evict.
-
-Least recently used: the yardstick that every other policy must at least reach.
-
-The order is kept lazily: a page found at the cold end with a mark younger than its place is put where the mark belongs
-(each read moves a page at most once).
+Clients read without a message: they only store the time of a use into the page's mark. A policy that needs to know
+whether a page was used reads its mark, and does so only for pages that it is about to evict.
 """
 
 from __future__ import annotations
@@ -32,10 +27,10 @@ from kvstore.model.retention import HINTS, STEP, priority_of, ttl_s_of
 
 SLOT_MASK = 0xFFFFFFFF
 MS_MAX = 1 << 32
-STALE_MAX = 4096  # entries of pages no longer offered that a heap may hold in addition to as many as are offered
-GROW_SLOTS = 4096  # tables by slot grow by this, not by doubling: there may be millions
+STALE_MAX = 4096  # a heap may have this many stale entries, in addition to one per offered page
+GROW_SLOTS = 4096  # tables by slot grow by this, not by doubling: there may be millions of slots
 
-# What a hint does to a page's worth, and until which age.
+# By hint: the factor of a page's worth, and the age (ms) until which it applies.
 HINT_WEIGHTS = [float(STEP) ** priority_of(hint) for hint in range(HINTS)]
 HINT_MS = [MS_MAX if ttl_s_of(hint) is None else 1000 * (ttl_s_of(hint) or 0) for hint in range(HINTS)]
 
@@ -43,78 +38,79 @@ UsedMs = Callable[[int], int]
 
 
 class Page(NamedTuple):
-    """What a policy may know of a page."""
+    """The facts about a page that a policy may use."""
 
     used_ms: int  # last use, on the node's clock
-    key: int = 0  # 64 bits of its key, for memories of pages that left
-    position: int = 0  # pages before it in its chain
-    turns: int = 0  # how many times its chain had been extended by a later request when it was stored; 0: by the first
-    hint: int = 0  # what its writer said of how long to keep it, see ``kvstore.model.retention``
-    owner: int = 0  # whose it is: hints order pages of one owner only
+    key: int = 0  # 64 bits of its key, to recognise pages that return
+    position: int = 0  # number of pages before it in its chain
+    turns: int = 0  # how many later requests had extended its chain when it was stored
+    hint: int = 0  # how long its writer asked to keep it, see ``kvstore.model.retention``
+    owner: int = 0  # number of its root; hints order only pages of one root
 
     @classmethod
     def of(cls, used_ms: int, key: int, info: int, owner: int) -> Page:
-        """A page with this ``standing``."""
+        """Return a page with this ``standing``."""
         return cls(used_ms, key, position_of(info), turns_of(info), hint_in(info), owner)
 
 
 class Tail(NamedTuple):
-    """A leaf, last, and pages before it in its chain that would be leaves one after another if those behind them left.
+    """A leaf and the pages before it that could leave with it, one after another, because each has only one child.
 
-    In the order of the chain, one element per page: plain numbers, since most tails are short.
+    The leaf comes last. Each field has one plain number per page, because most tails are short.
     """
 
     slots: Sequence[int]
-    keys: Sequence[int]  # 64 bits of each
+    keys: Sequence[int]  # 64 bits of each key
     used_ms: Sequence[int]
     standings: Sequence[int]  # see ``model.replica.standing``
 
 
 class EvictionPolicy(Protocol):
-    """Order of the evictable pages of one frame class. Every call costs O(log pages) or less."""
+    """The order of the evictable pages of one frame class. Every call costs O(log pages) or less."""
 
     @property
     def hinted(self) -> bool:
-        """Whether it follows hints."""
+        """True if the policy follows hints."""
         ...
 
     def resize(self, pages: int) -> None:
-        """The class holds about this many pages now."""
+        """Adapt to a class that holds about this many pages now."""
         ...
 
     def add(self, slot: int, page: Page) -> None:
-        """The page became evictable. It may have been before; it must not be listed now."""
+        """List a page that became evictable. It must not be listed now, but may have been before."""
         ...
 
     def remove(self, slot: int) -> None:
-        """The page is not evictable for now (it got a child, is held, ...), but stored. No-op where not listed."""
+        """Stop listing a page that is still stored, but has a child, is held, or the like. No-op if not listed."""
         ...
 
     def forget(self, slot: int, key: int | None) -> None:
-        """The page is gone, listed or not; the slot will name another. ``key``: it was evicted for room."""
+        """Forget a page that has left, listed or not: the slot will name another one. ``key``: it made room."""
         ...
 
     def forget_tail(self, tail: Tail, together: int = 0) -> int:
-        """The page that ``victim`` named is evicted for room, and so are pages before it, as many as are worth no more.
+        """Forget the page that ``victim`` named, and pages before it that are worth no more. All are evicted for room.
 
-        Returns how many pages before it go. It is as if each had been offered, and chosen next. ``together``: as many
-        pages before it are too few to be judged apart from it, where nothing else is known of them.
+        Return how many pages before it leave. The result is as if each of them had been offered and chosen next.
+        ``together``: this many pages before it are in its group. They leave with it without being judged, unless
+        something else is known about them.
         """
         ...
 
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
-        """The page to evict next, still listed; None where none is.
+        """Return the slot of the page to evict next, which stays listed; None if no page is listed.
 
-        ``used_ms(slot)`` reads a page's mark: one younger than what the page was added with means that it was used.
+        ``used_ms(slot)`` reads a page's mark. A mark later than the time with which the page was added means a use.
         """
         ...
 
     def coldest_ms(self) -> int | None:
-        """When the coldest page was used, as far as known; None where nothing is evictable."""
+        """Return when the coldest page was last used, as far as known; None if no page is evictable."""
         ...
 
     def __contains__(self, slot: int) -> bool:
-        """The page is listed."""
+        """Return True if the page is listed."""
         ...
 
 
@@ -133,7 +129,7 @@ def heap_push(heap: array[int], entry: int) -> None:
 
 
 def heap_pop(heap: array[int]) -> None:
-    """Drop the least entry. (``heapq`` takes lists only, whose integers are objects: 4 times the memory.)"""
+    """Drop the least entry. (``heapq`` works on lists only, which take 4 times the memory.)"""
     entry = heap.pop()
     size = len(heap)
     if not size:
@@ -152,26 +148,28 @@ def heap_pop(heap: array[int]) -> None:
 
 
 class Lru:
-    """A binary heap of ``use << 32 | slot`` in an array, 13 bytes per page and no objects.
+    """The policy that evicts the least recently used page first. Every other policy must be at least as good.
 
-    ``use`` is milliseconds since some time before the first page came. A removed or moved page leaves a stale entry
-    behind, which is dropped when it surfaces, or when there are too many.
+    The pages are in a binary heap of ``use << 32 | slot`` in an array: 13 bytes per page and no objects. ``use`` counts
+    milliseconds from a time before the first page came. The order is corrected lazily: a page at the cold end with a
+    later mark is moved to the place of its mark, at most once per read. A removed or moved page leaves a stale entry,
+    which is dropped when it reaches the cold end, or when there are too many.
     """
 
     hinted = False
 
     def __init__(self, pages: int = 0) -> None:
         self._heap = array("Q")
-        self._use = array("I")  # of each listed slot; an entry that says otherwise is stale
+        self._use = array("I")  # last use of each listed slot; a heap entry with another use is stale
         self._listed = bytearray()
         self._count = 0
         self._base_ms: int | None = None
 
     def resize(self, pages: int) -> None:
-        """The order does not depend on how many pages there may be."""
+        """Do nothing: the order does not depend on the number of pages."""
 
     def add(self, slot: int, page: Page) -> None:
-        """See ``EvictionPolicy.add``."""
+        """List a page at the time of its last use."""
         while slot >= len(self._listed):
             self._use.extend([0] * GROW_SLOTS)
             self._listed.extend(bytes(GROW_SLOTS))
@@ -181,20 +179,20 @@ class Lru:
         self._push(slot, self._relative(page.used_ms))
 
     def remove(self, slot: int) -> None:
-        """See ``EvictionPolicy.remove``."""
+        """Stop listing a page. Its heap entry becomes stale."""
         if slot in self:
             self._listed[slot] = 0
             self._count -= 1
             if len(self._heap) > 2 * self._count + STALE_MAX:
-                # A page removed and added again without a use left two equal entries: hence the set.
+                # A page that was removed and added again without a use has two equal entries: hence the set.
                 self._heap = array("Q", sorted({entry for entry in self._heap if self._current(entry)}))
 
     def forget(self, slot: int, key: int | None) -> None:
-        """See ``EvictionPolicy.forget``."""
+        """Stop listing a page that has left."""
         self.remove(slot)
 
     def forget_tail(self, tail: Tail, together: int = 0) -> int:
-        """See ``EvictionPolicy.forget_tail``. Those that were used no later than the coldest leaf go."""
+        """Forget the leaf, and the pages before it that were used no later."""
         self.remove(tail.slots[-1])
         coldest = tail.used_ms[-1]
         return next(
@@ -202,7 +200,7 @@ class Lru:
         )
 
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
-        """See ``EvictionPolicy.victim``."""
+        """Return the page with the oldest mark."""
         while self._heap:
             entry = self._heap[0]
             slot = entry & SLOT_MASK
@@ -217,17 +215,17 @@ class Lru:
         return None
 
     def coldest_ms(self) -> int | None:
-        """See ``EvictionPolicy.coldest_ms``."""
+        """Return the last use of the coldest page, as far as marks were read."""
         while self._heap and not self._current(self._heap[0]):
             heap_pop(self._heap)
         return (self._heap[0] >> 32) + (self._base_ms or 0) if self._heap else None
 
     def __contains__(self, slot: int) -> bool:
-        """See ``EvictionPolicy.__contains__``."""
+        """Return True if the page is listed."""
         return slot < len(self._listed) and self._listed[slot] == 1
 
     def __len__(self) -> int:
-        """Pages listed."""
+        """Return the number of listed pages."""
         return self._count
 
     def _current(self, entry: int) -> bool:
@@ -235,9 +233,9 @@ class Lru:
         return self._listed[slot] == 1 and self._use[slot] == entry >> 32
 
     def _relative(self, used_ms: int) -> int:
-        """Milliseconds since the base; the base moves up when 49 days have gone by."""
+        """Return milliseconds since the base. The base moves up when 49 days have passed."""
         if self._base_ms is None:
-            self._base_ms = max(0, used_ms - MS_MAX // 4)  # later ones may have been used before it
+            self._base_ms = max(0, used_ms - MS_MAX // 4)  # later pages may have been used before this one
         if used_ms - self._base_ms >= MS_MAX:
             shift = used_ms - self._base_ms - MS_MAX // 2
             self._base_ms += shift

@@ -1,13 +1,13 @@
-"""Copies: pages on their way between two tiers, or within one, and what is held for them in the meantime.
+"""Copies of pages between two tiers, or within one, and the pages that are held for them in the meantime.
 
-A batch lives from the decision (``Save``, ``Load``, ``Carry``) to its report (``Saved``, ``Loaded``, ``Carried``), and
-its pages end in one of two ways: *arrived*, sealed under the frame that was RESERVED for them; or not, that frame free
-again. Frames that are being erased are RETIRING from ``Erase`` to ``Erased``, or to the next start, which goes on.
-A batch whose report never comes (the daemon died) is undone by the next start: its frames are in no index.
+A batch exists from the decision (``Save``, ``Load``, ``Carry``) until its report (``Saved``, ``Loaded``, ``Carried``).
+Each of its pages ends in one of two ways: it is sealed in the frame that was RESERVED for it, or that frame is free
+again. Frames that are being erased are RETIRING from ``Erase`` until ``Erased``; after a restart the erasure is done
+again. If the daemon dies before the report, the next start undoes the batch: its frames are in no index.
 
-While pages are copied nothing may move them or take away what they hang on. So every source is held, like the parent
-of a reservation, and so is the page in the other tier that the first new ones will hang on. Damage breaks a hold: what
-arrives is judged by whether its source is still the page that was chosen, and its parent still there.
+While a page is copied, nothing may move it or evict its parent. So each source is held, like the parent of a
+reservation, and so is the page in the other tier that the first new pages will follow. Damage breaks a hold. So when a
+copy arrives, it is sealed only if its source is still the page that was chosen and its parent is still there.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from kvstore.state import instructions as do
 from kvstore.state.interfaces import Rows
 from kvstore.state.space import Space
 
-NODE_SESSION = (1 << 64) - 1  # writer of frames that pages are copied into: no client has it, and it dies with the node
+NODE_SESSION = (1 << 64) - 1  # writer of frames that pages are copied into: no client has this number
 
 
 @dataclass(slots=True)
 class CopyBatch:
-    """Pages of one class on their way, parents before their children. See the module.
+    """Pages of one class that are copied together, parents before their children.
 
     Attributes:
-        source, target: the tiers they are copied from and to.
-        held: what is held in either tier, one entry per hold.
-        leaves: sources that were about to leave their tier, with their last use (ms) when they were set aside.
-        waits_for: keys that loaded pages will hang on, which are on their way themselves, in an earlier batch.
-        late: a device of it does not answer now: others need not wait for it.
+        source, target: the tiers that the pages are copied from and to.
+        held: pages that are held in either tier, one entry per hold.
+        leaves: sources that were about to leave their tier: their last use (ms) when they were set aside.
+        waits_for: keys of parents that an earlier batch is still loading.
+        late: one of its devices does not answer now; other batches need not wait for this one.
     """
 
     pages: list[do.Copying]
@@ -48,7 +48,7 @@ class CopyBatch:
 
 @dataclass(slots=True)
 class Arrival:
-    """The pages of a batch that are sealed now: places, parents' keys and standings; and the frames left unused."""
+    """The outcome of a batch: places, parents' keys and standings of the sealed pages, and the frames left unused."""
 
     places: list[int] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
@@ -57,46 +57,46 @@ class Arrival:
 
 
 class CopyBatches:
-    """All batches under way between the tiers of a node, or within one. Part of ``Tiering``."""
+    """All unfinished batches of a node. Part of ``Tiering``."""
 
     def __init__(self, tiers: Iterable[Tier], counters: Counter[str]) -> None:
         self.counters = counters
         self.saving: dict[int, CopyBatch] = {}
         self.loading: dict[int, CopyBatch] = {}
-        self.carrying: dict[int, CopyBatch] = {}  # from one extent of a tier to others
-        self.erasing: dict[int, list[tuple[bytes, Address]]] = {}  # frames, and the keys of what was there
-        self.staging: dict[int, CopyBatch] = {}  # pages that are saved out of frames they were never sealed in
-        self.down: dict[Tier, set[bytes]] = {tier: set() for tier in tiers}  # keys of what is being saved there
-        self.up: dict[Tier, set[bytes]] = {tier: set() for tier in tiers}  # and loaded there
-        self._late_loads: dict[Tier, set[int]] = {}  # positions
+        self.carrying: dict[int, CopyBatch] = {}  # from one extent to others of the same tier
+        self.erasing: dict[int, list[tuple[bytes, Address]]] = {}  # frames, and the keys of their former pages
+        self.staging: dict[int, CopyBatch] = {}  # saves of pages that are not sealed in their source frames
+        self.down: dict[Tier, set[bytes]] = {tier: set() for tier in tiers}  # keys that are being saved there
+        self.up: dict[Tier, set[bytes]] = {tier: set() for tier in tiers}  # keys that are being loaded there
+        self._late_loads: dict[Tier, set[int]] = {}  # positions of devices that do not answer reads
         self._next = 1
 
     def start_saving(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
-        """Hold the sources of these pages and have them saved; their frames below were just taken."""
-        # A branch may leave a chain anywhere, so each source is held separately.
+        """Hold the sources of these pages and start to save them. Their frames below are already taken."""
+        # Branches may leave a chain at any page, so each source is held separately.
         self._hold_sources(batch)
         out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
-        out.append(do.Save(self._enter(self.saving, batch), batch.pages))
+        out.append(do.Save(self._register(self.saving, batch), batch.pages))
 
     def start_staged(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
-        """Save pages whose reserved frames are not written to any more; their frames below were just taken."""
+        """Start to save pages out of reserved frames that have no writer any more. Their frames below are taken."""
         out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
-        out.append(do.Save(self._enter(self.staging, batch), batch.pages))
+        out.append(do.Save(self._register(self.staging, batch), batch.pages))
 
     def start_loading(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
-        """Hold the sources of these pages and have them loaded; their frames above were just taken."""
+        """Hold the sources of these pages and start to load them. Their frames above are already taken."""
         self._hold_sources(batch)
         for page in batch.pages:
             self.up[batch.target.tier].add(page.key)
-            batch.target.pages.expect([page.target], self.owner(batch.source, page.source))
+            batch.target.pages.expect([page.target], self.root_number(batch.source, page.source))
         out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
-        out.append(do.Load(self._enter(self.loading, batch), batch.pages))
+        out.append(do.Load(self._register(self.loading, batch), batch.pages))
 
     def start_carrying(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
-        """Hold these pages and have them copied; their new frames, in the same tier, were just taken."""
+        """Hold these pages and start to copy them. Their new frames, in the same tier, are already taken."""
         self._hold_sources(batch)
         out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
-        out.append(do.Carry(self._enter(self.carrying, batch), batch.pages))
+        out.append(do.Carry(self._register(self.carrying, batch), batch.pages))
 
     @staticmethod
     def _hold_sources(batch: CopyBatch) -> None:
@@ -105,13 +105,13 @@ class CopyBatches:
             batch.held.append(page.source)
 
     def start_erasing(self, pages: list[tuple[bytes, Address]], out: list[do.Instruction]) -> None:
-        """Have these frames erased, which are RETIRING."""
+        """Start to erase these frames, which are RETIRING."""
         number, self._next = self._next, self._next + 1
         self.erasing[number] = pages
         out.append(do.Erase(number, pages))
 
-    def late(self, space: Space, saves: set[int], loads: set[int]) -> None:
-        """What is written to, or read from, these positions of a tier takes long: see ``CopyBatch.late``."""
+    def set_late(self, space: Space, saves: set[int], loads: set[int]) -> None:
+        """Mark the batches that write to, or read from, these positions of a tier as late. See ``CopyBatch.late``."""
         self._late_loads[space.tier] = loads
         place = {number: extent.position for number, extent in space.segment.extents.items()}
         for batch in (*self.saving.values(), *self.staging.values(), *self.carrying.values()):
@@ -121,72 +121,74 @@ class CopyBatches:
             if batch.source is space:
                 batch.late = any(place.get(page.source.extent) in loads for page in batch.pages)
 
-    def is_late(self, space: Space, source: Address) -> bool:
-        """The device of this page of a tier does not answer: no load of it begins."""
+    def is_unreadable(self, space: Space, source: Address) -> bool:
+        """Return True if the device of this page does not answer. No load of the page starts then."""
         extent = space.segment.extents.get(source.extent)
         return extent is not None and extent.position in self._late_loads.get(space.tier, ())
 
     def is_saving(self, source: Space) -> bool:
-        """A batch of pages of this tier is on its way down that others wait for."""
+        """Return True if a batch of pages of this tier is being saved that is not late."""
         return any(batch.source is source and not batch.late for batch in self.saving.values())
 
-    def behind(self, target: Space, anchor: bytes) -> bool:
-        """A page of this key is on its way down to that tier in a batch that is late."""
+    def is_behind_late(self, target: Space, anchor: bytes) -> bool:
+        """Return True if the page of this key is being saved to that tier in a late batch."""
         batches = (*self.saving.values(), *self.staging.values())
         late = (batch for batch in batches if batch.target is target and batch.late)
         return anchor in self.down[target.tier] and any(page.key == anchor for batch in late for page in batch.pages)
 
     def bytes_to(self, target: Space) -> int:
-        """What is being written to that tier, and may not be counted as written there yet."""
+        """Return the bytes that are being written to that tier. They may not be counted as written yet."""
         batches = (*self.saving.values(), *self.staging.values(), *self.carrying.values())
         stride = target.segment.stride
         return sum(len(batch.pages) * stride(batch.frame_class) for batch in batches if batch.target is target)
 
     @property
-    def busy(self) -> bool:
-        """Anything is on its way."""
+    def is_busy(self) -> bool:
+        """True if any batch is unfinished."""
         return self.under_way > 0
 
     @property
     def under_way(self) -> int:
-        """Batches decided and not reported yet."""
+        """Number of batches that were decided and not reported yet."""
         batches = len(self.saving) + len(self.loading) + len(self.carrying) + len(self.staging)
         return batches + len(self.erasing)
 
     def touches(self, keys: set[bytes]) -> bool:
-        """True where one of these pages is being copied, or is not erased yet at its source. What a start erases has no
-        known key: until it is erased, it may be any page."""
-        moved = {page.key for batch in self.carrying.values() for page in batch.pages}
-        wiped = {key for pages in self.erasing.values() for key, _ in pages}
-        copied = (*self.down.values(), *self.up.values(), moved, wiped)
-        return b"" in wiped or any(not keys.isdisjoint(busy) for busy in copied)
+        """Return True if one of these pages is being copied, or is not erased yet at its source.
+
+        The key of a page that a start erases is not known. Until it is erased, it may be any page.
+        """
+        carried = {page.key for batch in self.carrying.values() for page in batch.pages}
+        erased = {key for pages in self.erasing.values() for key, _ in pages}
+        busy_sets = (*self.down.values(), *self.up.values(), carried, erased)
+        return b"" in erased or any(not keys.isdisjoint(busy) for busy in busy_sets)
 
     @staticmethod
-    def owner(space: Space, address: Address) -> int:
-        """Number of the root of a page."""
+    def root_number(space: Space, address: Address) -> int:
+        """Return the number of the page's root, see ``Tenants``."""
         return space.segment.extents[address.extent].owner[address.frame]
 
-    def _enter(self, table: dict[int, CopyBatch], batch: CopyBatch) -> int:
+    def _register(self, table: dict[int, CopyBatch], batch: CopyBatch) -> int:
         number, self._next = self._next, self._next + 1
         table[number] = batch
         return number
 
-    def arrive(self, batch: CopyBatch, heads: Rows, failed: Iterable[int]) -> Arrival:
-        """Seal what was copied whole, still is the page that was chosen, and has its parent in the target tier.
+    def seal_arrived(self, batch: CopyBatch, heads: Rows, failed: Iterable[int]) -> Arrival:
+        """Seal each page that was copied completely, is still the chosen page, and has its parent in the target tier.
 
-        The caller writes the instructions, offers chain ends (``TierPages.leaf``), and calls ``end``.
+        The caller writes the instructions, calls ``TierPages.leaf`` for ends of chains, and then calls ``finish``.
         """
         source, target = batch.source, batch.target
         arrival = Arrival()
         lost, absent = set(failed), target.pages.absent([page.key for page in batch.pages])
         for i, (page, key, root) in enumerate(zip(batch.pages, keys_of(heads), roots_of(heads), strict=True)):
             parent_key, parent = b"", None
-            wanted = i not in lost and key == page.key and source.pages.sealed(page.source)
-            wanted = wanted and (i < absent or target.pages.find(key) is None)
-            if wanted:
+            is_valid = i not in lost and key == page.key and source.pages.sealed(page.source)
+            is_valid = is_valid and (i < absent or target.pages.find(key) is None)
+            if is_valid:
                 parent_key = source.pages.records.parent(*page.source[:2])
                 parent = target.pages.find_in(root, parent_key) if parent_key != root else None
-            if not wanted or (parent is None and parent_key != root):
+            if not is_valid or (parent is None and parent_key != root):
                 arrival.unused.append(page.target)
                 continue
             info = source.pages.records.standing(*page.source[:2])
@@ -197,36 +199,37 @@ class CopyBatches:
         return arrival
 
     @staticmethod
-    def end(batch: CopyBatch, unused: list[Address], out: list[do.Instruction]) -> None:
-        """Frames that came to nothing are free again, and nothing is held any more."""
+    def finish(batch: CopyBatch, unused: list[Address], out: list[do.Instruction]) -> None:
+        """Free the frames that were not used, and release all holds of the batch."""
         source, target = batch.source, batch.target
         if unused:
             target.pages.free(unused, out, {page.target: page.key for page in batch.pages})
         for address in batch.held:
             if source.pages.sealed(address):
-                left = address in batch.leaves and target.pages.find(source.pages.records.key(*address[:2])) is not None
-                source.pages.unhold(address, batch.leaves[address] if left else None)
+                key = source.pages.records.key(*address[:2])
+                is_saved = address in batch.leaves and target.pages.find(key) is not None
+                source.pages.unhold(address, batch.leaves[address] if is_saved else None)
             elif target.pages.sealed(address):
                 target.pages.unhold(address)
 
     def _batches(self) -> tuple[CopyBatch, ...]:
         return (*self.saving.values(), *self.loading.values(), *self.carrying.values(), *self.staging.values())
 
-    # --- what is on its way -----------------------------------------------------------------------------------------
+    # --- what is being copied ---------------------------------------------------------------------------------------
 
-    def moving(self, frame_class: FrameClass, space: Space) -> bool:
-        """Pages of this class are on their way into that tier, or out of it."""
+    def is_moving(self, frame_class: FrameClass, space: Space) -> bool:
+        """Return True if pages of this class are being copied into that tier, or out of it."""
         batches = (*self.saving.values(), *self.loading.values(), *self.staging.values())
         return any(batch.frame_class == frame_class and space in (batch.source, batch.target) for batch in batches)
 
-    def frames(self) -> list[Address]:
-        """RESERVED frames of all tiers that pages are being copied into."""
+    def target_frames(self) -> list[Address]:
+        """Return the RESERVED frames of all tiers that pages are being copied into."""
         return [page.target for batch in self._batches() for page in batch.pages]
 
-    def extents(self) -> set[int]:
-        """Extents with pages that are held: their pages keep their addresses."""
+    def held_extents(self) -> set[int]:
+        """Return the extents with held pages. Their pages keep their addresses."""
         return {address.extent for batch in self._batches() for address in batch.held}
 
-    def held(self, space: Space) -> list[Address]:
-        """Sealed pages that are held in ``space``, one entry per hold."""
+    def held_pages(self, space: Space) -> list[Address]:
+        """Return the sealed pages that are held in ``space``, one entry per hold."""
         return [address for batch in self._batches() for address in batch.held if space.pages.sealed(address)]

@@ -1,15 +1,14 @@
-"""Clearing: an extent of a tier below that another class needs is emptied while the node goes on.
+"""Extent reclaim: an extent of a lower tier that another class needs is emptied while the node keeps working.
 
-Its pages cannot be moved by the decision itself, as those of the first tier are: a device may take long, or never
-answer. So the
-extent grants nothing from then on (``Extent.leaving``), and what is still wanted of it is carried into other extents
-of its class, a batch at a time::
+In the first tier a decision moves the pages of an extent itself. In a lower tier it cannot: a device may take long, or
+never answer. So the extent grants no more frames (``Extent.leaving``), and its remaining pages are carried into other
+extents of its class, one batch at a time::
 
-    begin ──> Carry ──> Carried ──> Carry ... ──> all frames free ──> Drop
-                          └─ something failed, or there is no room ──> it stays, and grants again
+    start ──> Carry ──> Carried ──> Carry ... ──> all frames free ──> Drop
+                          └─ a copy failed, or there is no room ──> the extent stays, and grants frames again
 
-A page is held while it is carried, and is read at its old place. It is at its new one when that is durable; a page that
-could not be written stays where it was. Copies and erasures under way are waited for.
+A page is held while it is carried, and is read at its old place until the copy is durable. A page that could not be
+written stays where it was. Copies and erasures that have already started are waited for.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.space import Space
 from kvstore.state.tiering.copying import CopyBatch, CopyBatches
 
-CARRY_BYTES_MAX = 32 << 20  # on their way at a time
+CARRY_BYTES_MAX = 32 << 20  # bytes of a batch
 FREE, SEALED = FrameState.FREE, FrameState.SEALED
 
 
-class Clearing:
-    """Empties one extent at a time (``space.Clears``). Part of ``Tiering``."""
+class ExtentReclaim:
+    """The reclaim of one extent at a time (a ``space.ExtentEmptier``). Part of ``Tiering``."""
 
     def __init__(self, copies: CopyBatches, space: Space) -> None:
         self.taker: ClassPool | None = None
@@ -36,18 +35,18 @@ class Clearing:
         self._space = space
         self._extent: Extent | None = None
 
-    def begin(self, extent: Extent, taker: ClassPool, out: list[do.Instruction]) -> None:
-        """See ``space.Clears``."""
+    def start(self, extent: Extent, taker: ClassPool, out: list[do.Instruction]) -> None:
+        """Start to empty this extent for ``taker``. It is dropped once it is empty."""
         assert self.taker is None
         self.taker, self._extent = taker, extent
-        extent.leave(True)
-        self.go_on(out)
+        extent.set_leaving(True)
+        self.proceed(out)
 
-    def go_on(self, out: list[do.Instruction]) -> None:
-        """A copy has ended, or frames were erased: carry what is left, or drop the extent.
+    def proceed(self, out: list[do.Instruction]) -> None:
+        """Carry the next pages, or drop the empty extent. To be called when a copy or an erasure has ended.
 
-        Pages that this very event has sealed, or moved, have no record yet where they are, so it would be unknown which
-        ones he lets leave: where there are some, the next ``Demote`` goes on.
+        Pages that this event has sealed or moved have no record at their new place yet, so the policy could not judge
+        them. If there are any, the next ``Demote`` continues.
         """
         extent = self._extent
         if (
@@ -57,30 +56,30 @@ class Clearing:
         ):
             return
         if extent.closed:
-            self._end()
+            self._stop()
             return
         most = max(1, CARRY_BYTES_MAX // self._space.segment.stride(extent.pool.frame_class))
         short = min(most, extent.sealed) - extent.pool.free
-        if short > 0:  # others were saved there since
-            self._space.evict_for(extent.pool, short, out)
+        if short > 0:  # pages were saved there in the meantime
+            self._space.evict_for_move(extent.pool, short, out)
         if extent.count(FREE) == extent.frames:
-            self._end()
+            self._stop()
             self._space.drop_extent(extent, out)
             return
-        copied = set(self._copies.held(self._space))
+        held = set(self._copies.held_pages(self._space))
         sealed = (f for f in range(extent.frames) if extent.state[f] == SEALED)
         sources = [Address(extent.number, frame, extent.generation[frame]) for frame in sealed]
-        sources = [source for source in sources if source not in copied][:most]
+        sources = [source for source in sources if source not in held][:most]
         if sources and not self._carry(extent.pool, sources, out):
-            self._end()
+            self._stop()
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         extent, self._extent, self.taker = self._extent, None, None
         assert extent is not None
-        extent.leave(False)
+        extent.set_leaving(False)
 
     def _carry(self, pool: ClassPool, sources: list[Address], out: list[do.Instruction]) -> bool:
-        """Have these pages copied, as many as there is room for. False: there is none."""
+        """Start to carry as many of these pages as there is room for. Return False if there is no room."""
         space = self._space
         targets = space.pages.grant(pool, len(sources))
         keys = [space.pages.records.key(source.extent, source.frame) for source in sources]
@@ -90,28 +89,28 @@ class Clearing:
         return bool(pages)
 
     def carried(self, event: ev.Carried) -> list[do.Instruction]:
-        """See ``events.Carried``: what was copied, and still is where it was, has moved."""
+        """Handle ``events.Carried``: pages that were copied and are still at their old place have moved."""
         out: list[do.Instruction] = []
         batch = self._copies.carrying.pop(event.number)
-        space, copied = self._space, Counter(self._copies.held(self._space))
+        space, holds = self._space, Counter(self._copies.held_pages(self._space))
         unused: dict[Address, bytes] = {}
-        wiped: list[tuple[bytes, Address]] = []
+        to_erase: list[tuple[bytes, Address]] = []
         for i, page in enumerate(batch.pages):
-            there = space.pages.sealed(page.source)
-            if there:
+            is_sealed = space.pages.sealed(page.source)
+            if is_sealed:
                 space.pages.unhold(page.source)
-            if i in event.failed or not there or copied[page.source]:
+            if i in event.failed or not is_sealed or holds[page.source]:
                 unused[page.target] = page.key
                 continue
             key, freed = space.pages.move(page.source, page.target, out)
             if space.segment.extents[freed.extent].state[freed.frame] != FREE:
-                wiped.append((key, freed))
-        if wiped:
-            self._copies.start_erasing(wiped, out)
+                to_erase.append((key, freed))
+        if to_erase:
+            self._copies.start_erasing(to_erase, out)
         space.pages.free(list(unused), out, unused)
         for reason in event.failed.values():
             self._copies.counters[f"move_failed_{reason}"] += 1
         if event.failed and self._extent is not None:
-            self._end()
-        self.go_on(out)
+            self._stop()
+        self.proceed(out)
         return out

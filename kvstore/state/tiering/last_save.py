@@ -1,16 +1,15 @@
-"""LastSave: DRAM is about to go, so what only DRAM holds is saved, hottest chain first. Part of ``Tiering``.
+"""Last save: when DRAM is about to be lost, the pages that only DRAM has are saved, hottest chains first.
 
-The leaves of DRAM are listed once, by their last use. Then each decision takes the next of them, and saves their chains
-from the front, a batch at a time, so that whatever ends it, what was saved is usable::
+The leaves of DRAM are listed once, by their last use. Each decision then takes the next leaves and saves their chains
+from the front, one batch at a time, so that the saved pages are usable whenever the save is cut short::
 
     last use    chain      NVMe has    batches of three
     now         A B C D    A           B C D | E F
     1 min ago   A B E F
 
-Nothing leaves DRAM for it: readers go on. It comes to an end whatever happens: a leaf is taken once, and a page whose
-save failed is not tried again. Only where a device did not answer, or failed, the leaves are listed once more: what was
-to be stored there, or to hang on it, goes elsewhere. NVMe makes room for what is hotter than what leaves there, and for
-nothing else.
+Pages stay in DRAM, and readers continue to use them. The save always comes to an end: each leaf is taken once, and a
+page whose save failed is not tried again. The leaves are listed a second time only if a device failed or did not
+answer: its pages, and those that follow them, are then saved elsewhere. NVMe evicts pages only for hotter ones.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def leaves_hottest_first(records: RecordView) -> list[Address]:
-    """All sealed pages that no sealed page hangs on, those used last in front."""
+    """Return all sealed pages without sealed children, the last used first."""
     links = prefix_links.link(records.snapshots())
     leaf = np.ones(len(links.parent), bool)
     leaf[links.parent[links.parent >= 0]] = False
@@ -42,10 +41,12 @@ def leaves_hottest_first(records: RecordView) -> list[Address]:
 
 
 class LastSave:
-    """Life: made with the node -> ``save`` lists the leaves -> ``save`` until no chain is left, or the caller stops
-    asking.
+    """The save of all pages of DRAM. Part of ``Tiering``.
 
-    Pages that are stored in the meantime are not in it. A call after the last page starts a new list.
+    Life: made with the node -> the first ``save`` lists the leaves -> further ``save`` calls until no chain is left,
+    or until the caller stops.
+
+    Pages that are stored in the meantime are not included. A call after the last page makes a new list.
     """
 
     def __init__(self, demotion: Demotion) -> None:
@@ -55,81 +56,81 @@ class LastSave:
         self._lower = demotion.lower
         self._leaves: deque[Address] | None = None
         self._climb: Climb | None = None  # of a chain that was too long for one batch
-        self._full: set[FrameClass] = set()  # NVMe holds only hotter pages of these
-        self._again = False  # some pages wait for a device, or were to go to one that failed
+        self._full: set[FrameClass] = set()  # classes of which NVMe has only hotter pages
+        self._must_repeat = False  # some pages wait for a device, or were being saved to one that failed
 
     def save(self, event: ev.SaveAll) -> list[do.Instruction]:
-        """See ``events.SaveAll``; at most one batch is on its way down, but for those that are late."""
+        """Handle ``events.SaveAll``. At most one batch is being saved at a time, apart from late ones."""
         out: list[do.Instruction] = []
         self._demotion.begin_day(event.day_bytes_left)
         if self._leaves is None:
             self._leaves = deque(leaves_hottest_first(self._upper.pages.records))
-            self._again = False
+            self._must_repeat = False
         batch = None
         if not self._copies.is_saving(self._upper):
             batch = self._choose(self._leaves, event.bytes_max, out)
             if batch is not None:
                 self._copies.start_saving(batch, out)
-                self._demotion.began(batch)
-        left = len(self._leaves) + (self._climb is not None)
+                self._demotion.charge(batch)
+        chains = len(self._leaves) + (self._climb is not None)
         under_way = len(self._copies.staging)
         under_way += sum(batch.source is self._upper for batch in self._copies.saving.values())
-        if not left and not under_way:
+        if not chains and not under_way:
             self._leaves = None
             self._full.clear()
-            left = int(self._again)
-        out.append(do.Reply(detail={"chains": left, "under_way": under_way, "begun": batch is not None}))
+            chains = int(self._must_repeat)
+        out.append(do.Reply(detail={"chains": chains, "under_way": under_way, "begun": batch is not None}))
         return out
 
     def device_failed(self) -> None:
-        """What is on its way there has to go elsewhere."""
-        self._again = True
+        """List the leaves again after a device has failed, to save its pages elsewhere."""
+        self._must_repeat = True
 
     def _choose(self, leaves: deque[Address], bytes_max: int, out: list[do.Instruction]) -> CopyBatch | None:
-        """A batch of the next chains, as far as they are of one class; None where these have nothing to save."""
+        """Return a batch of the next chains, all of one class; None if they have nothing to save."""
         batch: CopyBatch | None = None
         for _ in range(LEAVES_PER_STEP):
             leaf = self._climb.leaf if self._climb is not None else leaves[0] if leaves else None
             if leaf is None:
                 break
             if not self._upper.pages.sealed(leaf):
-                self._next(leaves)
+                self._drop_next(leaves)
                 continue
             frame_class = self._upper.segment.extents[leaf.extent].pool.frame_class
             if batch is not None and batch.frame_class != frame_class:
                 break
-            there = len(batch.pages) if batch is not None else 0
-            room = self._demotion.pages_max(frame_class, bytes_max) - there
-            if room <= 0 and self._demotion.takes(frame_class):
+            pages = len(batch.pages) if batch is not None else 0
+            room = self._demotion.pages_max(frame_class, bytes_max) - pages
+            if room <= 0 and self._demotion.accepts(frame_class):
                 break
-            climb = self._climbed(leaf, frame_class, leaves)
+            climb = self._next_climb(leaf, frame_class, leaves)
             if climb is None:
                 continue
             batch = batch if batch is not None else CopyBatch([], frame_class, self._upper, self._lower)
             self._take(climb, batch, room, out)
             if self._climb is not None and self._lower.departures.waiting:
-                break  # an extent is being emptied: there is room when that is done
+                break  # an extent is being emptied, and will have room
         return batch if batch is not None and batch.pages else None
 
-    def _next(self, leaves: deque[Address]) -> None:
-        """Nothing more of this chain."""
+    def _drop_next(self, leaves: deque[Address]) -> None:
+        """Give up the unfinished climb, or else the next leaf."""
         if self._climb is not None:
             self._climb = None
         else:
             leaves.popleft()
 
-    def _climbed(self, leaf: Address, frame_class: FrameClass, leaves: deque[Address]) -> Climb | None:
-        """The way up from the next leaf, which is taken off the list; None where there is nothing to save of it now."""
+    def _next_climb(self, leaf: Address, frame_class: FrameClass, leaves: deque[Address]) -> Climb | None:
+        """Take the next leaf off the list and return its climb; None if there is nothing to save now."""
         climb, self._climb = self._climb, None
         if climb is None:
             leaves.popleft()
-            wanted = frame_class not in self._full and self._demotion.takes(frame_class) and self._is_admitted(leaf)
-            climb = self._demotion.climb(leaf) if wanted else None
-        elif not climb.still_holds():
+            accepted = frame_class not in self._full and self._demotion.accepts(frame_class)
+            climb = self._demotion.climb(leaf) if accepted and self._is_admitted(leaf) else None
+        elif not climb.is_valid():
             climb = None
         if climb is None:
             return None
-        if not climb.go_on():
+        if not climb.proceed():
             self._climb = climb
             return None
         return climb if climb.pages else None
@@ -140,22 +141,22 @@ class LastSave:
         return self._demotion.admits(page)
 
     def _take(self, climb: Climb, batch: CopyBatch, room: int, out: list[do.Instruction]) -> None:
-        """Add to the batch what NVMe takes of the topmost ``room`` pages; the rest of a chain waits in ``_climb``."""
+        """Add as many of the topmost ``room`` pages to the batch as NVMe takes; the others wait in ``_climb``."""
         pool, used_ms = self._lower.segment.pool(batch.frame_class), self._used_ms(climb.leaf)
-        wanted = climb.count(room)
-        if not wanted:
+        count = climb.count(room)
+        if not count:
             return
-        if self._copies.behind(self._lower, climb.anchor):
-            self._again = True
+        if self._copies.is_behind_late(self._lower, climb.anchor):
+            self._must_repeat = True
             return
-        there = pool.free + len(self._lower.segment.vacant & self._lower.segment.populated) * pool.frames_per_extent
-        if there < wanted and ((coldest_ms := pool.policy.coldest_ms()) is None or coldest_ms >= used_ms):
-            wanted = there  # what could leave there is hotter
-            if not wanted:
+        free = pool.free + len(self._lower.segment.vacant & self._lower.segment.populated) * pool.frames_per_extent
+        if free < count and ((coldest_ms := pool.policy.coldest_ms()) is None or coldest_ms >= used_ms):
+            count = free  # pages that could leave there are hotter
+            if not count:
                 self._full.add(batch.frame_class)
                 return
-        owner = self._copies.owner(self._upper, climb.leaf)
-        fits = self._lower.quotas.fit(owner, batch.frame_class, wanted, climb.anchor, out, used_ms)
+        owner = self._copies.root_number(self._upper, climb.leaf)
+        fits = self._lower.quotas.fit(owner, batch.frame_class, count, climb.anchor, out, used_ms)
         targets = self._lower.take_after((climb.anchor,), pool, fits, out) if fits else []
         if not targets and self._lower.departures.waiting:
             self._climb = climb

@@ -1,4 +1,4 @@
-"""Promotion: pages that are loaded into the tier above, on request, or after enough reads."""
+"""Promotion: pages are loaded into the tier above, on request or after enough reads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvstore.state.space import Space
 from kvstore.state.tiering.copying import CopyBatch, CopyBatches
 from kvstore.state.writing import Writing
 
-LOADING_BYTES_MAX = 64 << 20  # on their way up at a time
+LOADING_BYTES_MAX = 64 << 20  # bytes that may be loaded at a time
 
 
 class Promotion:
-    """Decides about loads. Part of ``Tiering``."""
+    """The decisions about loads. Part of ``Tiering``."""
 
     def __init__(
         self,
@@ -33,79 +33,82 @@ class Promotion:
         self.writing = writing
         self.counters = counters
         self.promote_after = promote_after
-        self._up = copies.up[upper.tier]  # keys of what is on its way there
-        self.early: dict[int, ev.Loaded] = {}  # loads that are done before those that they hang on, by number
-        self._reads: dict[int, bytearray] = {}  # extent below -> reads of each page since it was last copied
+        self._up = copies.up[upper.tier]  # keys that are being loaded
+        self.early: dict[int, ev.Loaded] = {}  # reports, by number, that came before those of their parents' batches
+        self._reads: dict[int, bytearray] = {}  # extent below -> reads of each frame since a page was copied into it
 
     def prefetch(self, event: ev.Prefetch) -> list[do.Instruction]:
-        """See ``events.Prefetch``. Per page: OK above, BUSY on its way, PARTIAL not read often enough yet, else why
-        not: STALE, NO_PARENT, NO_SPACE."""
+        """Handle ``events.Prefetch``.
+
+        The reply has a status per page. OK: the tier above has it. BUSY: it is being loaded. PARTIAL: it was not read
+        often enough yet. STALE, NO_PARENT or NO_SPACE: it cannot be loaded.
+        """
         out: list[do.Instruction] = []
         statuses: list[Status] = []
-        wanted: dict[bytes, tuple[int, Address]] = {}  # key -> place, address
+        to_load: dict[bytes, tuple[int, Address]] = {}  # key -> place in the event, address
         for place, address in enumerate(event.addresses):
-            status, key = self._judge(address, event.hint, wanted)
+            status, key = self._judge(address, event.hint, to_load)
             statuses.append(status)
-            late = self.copies.is_late(self.lower, address)
-            if status == Status.BUSY and key not in self._up and key not in wanted and not late:
-                wanted[key] = place, address
-        pages = [(key, address) for key, (_, address) in wanted.items()]
+            unreadable = self.copies.is_unreadable(self.lower, address)
+            if status == Status.BUSY and key not in self._up and key not in to_load and not unreadable:
+                to_load[key] = place, address
+        pages = [(key, address) for key, (_, address) in to_load.items()]
         started = self._load(pages, out) if pages else 0
         waiting = self.upper.departures.waiting or self._loading_bytes > 0
-        for place, _ in list(wanted.values())[started:]:
+        for place, _ in list(to_load.values())[started:]:
             statuses[place] = Status.BUSY if waiting else Status.NO_SPACE
         out.append(do.Reply(statuses=[int(status) for status in statuses]))
         return out
 
-    def _judge(self, address: Address, hint: bool, wanted: dict[bytes, tuple[int, Address]]) -> tuple[Status, bytes]:
-        """What can be done for one page, and its key; BUSY: it should be, or is being, loaded."""
+    def _judge(self, address: Address, hint: bool, to_load: dict[bytes, tuple[int, Address]]) -> tuple[Status, bytes]:
+        """Return the status of one page, and its key. BUSY: it should be loaded, or is being loaded."""
         if not self.lower.pages.sealed(address):
             return Status.STALE, b""
-        if hint and self._count_read(address) < self.promote_after:  # nearly every page: without asking the index
+        if hint and self._count_read(address) < self.promote_after:  # the usual case needs no look at the index
             return Status.PARTIAL, b""
         records = self.lower.pages.records
         key, root = records.key(address.extent, address.frame), records.root(address.extent, address.frame)
-        there = self.upper.pages.find(key)
-        if there is not None:  # of another root: the page that came first has the key
-            return Status.OK if self.upper.pages.root_of(there) == root else Status.NO_PARENT, key
-        if key in self._up or key in wanted:
+        stored = self.upper.pages.find(key)
+        if stored is not None:  # a page of another root keeps the key, because it was stored first
+            return Status.OK if self.upper.pages.root_of(stored) == root else Status.NO_PARENT, key
+        if key in self._up or key in to_load:
             return Status.BUSY, key
-        first = next(iter(wanted.values()), None)
+        first = next(iter(to_load.values()), None)
         if first is not None and (
             self._class_of(first[1]) != self._class_of(address) or records.root(*first[1][:2]) != root
         ):
-            return Status.NO_PARENT, key  # of another chain
+            return Status.NO_PARENT, key  # a page of another chain
         parent = records.parent(address.extent, address.frame)
         at_root = parent == root
-        if at_root or parent in wanted or parent in self._up or self.upper.pages.find_in(root, parent) is not None:
+        if at_root or parent in to_load or parent in self._up or self.upper.pages.find_in(root, parent) is not None:
             return Status.BUSY, key
         return Status.NO_PARENT, key
 
     def _class_of(self, address: Address) -> FrameClass:
         return self.lower.segment.extents[address.extent].pool.frame_class
 
-    def _load(self, wanted: list[tuple[bytes, Address]], out: list[do.Instruction]) -> int:
-        """Take frames above for these consecutive pages and have them loaded; returns for how many."""
-        frame_class = self._class_of(wanted[0][1])
-        size_left = LOADING_BYTES_MAX - self._loading_bytes
-        count = min(len(wanted), size_left // frame_class.page_bytes)
+    def _load(self, pages: list[tuple[bytes, Address]], out: list[do.Instruction]) -> int:
+        """Take frames above for these consecutive pages and start to load them; return for how many."""
+        frame_class = self._class_of(pages[0][1])
+        bytes_left = LOADING_BYTES_MAX - self._loading_bytes
+        count = min(len(pages), bytes_left // frame_class.page_bytes)
         if not self._loading_bytes:
-            count = max(count, 1)  # a page may be larger than all that
+            count = max(count, 1)  # one page may be larger than the whole limit
         if count <= 0:
             return 0
         records = self.lower.pages.records
-        parents = [records.parent(address.extent, address.frame) for _, address in wanted[:count]]
-        number, root = self.copies.owner(self.lower, wanted[0][1]), records.root(*wanted[0][1][:2])
+        parents = [records.parent(address.extent, address.frame) for _, address in pages[:count]]
+        number, root = self.copies.root_number(self.lower, pages[0][1]), records.root(*pages[0][1][:2])
         count = self.upper.quotas.fit(number, frame_class, count, parents[0], out)
         if not count:
             return 0
         targets = self.upper.take_after((parents[0],), self.upper.segment.pool(frame_class), count, out)
         if not targets:
             return 0
-        pages = [do.Copying(key, source, target) for (key, source), target in zip(wanted, targets, strict=False)]
-        batch = CopyBatch(pages, frame_class, self.lower, self.upper)
-        inside = {page.key for page in pages}
-        for parent in parents[: len(pages)]:
+        copies = [do.Copying(key, source, target) for (key, source), target in zip(pages, targets, strict=False)]
+        batch = CopyBatch(copies, frame_class, self.lower, self.upper)
+        inside = {copy.key for copy in copies}
+        for parent in parents[: len(copies)]:
             anchor = self.upper.pages.find_in(root, parent) if parent not in inside else None
             if anchor is not None:
                 self.upper.pages.hold(anchor)
@@ -113,24 +116,28 @@ class Promotion:
             elif parent in self._up:
                 batch.waits_for.add(parent)
         self.copies.start_loading(batch, out)
-        return len(pages)
+        return len(copies)
 
     def loaded(self, event: ev.Loaded) -> list[do.Instruction]:
-        """See ``events.Loaded``: what was read and proven becomes a page above, up to the first that was not."""
+        """Handle ``events.Loaded``: pages that were read and verified are sealed above, up to the first that was not.
+
+        A report may come before that of the batch with the parents, if another device was faster. It is kept until
+        then.
+        """
         out: list[do.Instruction] = []
         self.early[event.number] = event
         while (number := next(filter(self._is_due, self.early), None)) is not None:
-            self._arrived(self.early.pop(number), out)
+            self._finish(self.early.pop(number), out)
         return out
 
     def _is_due(self, number: int) -> bool:
-        """What it hangs on is there, or will not come: another device may have been faster."""
+        """Return True if no parent of the batch is still being loaded."""
         return self.copies.loading[number].waits_for.isdisjoint(self._up)
 
-    def _arrived(self, event: ev.Loaded, out: list[do.Instruction]) -> None:
+    def _finish(self, event: ev.Loaded, out: list[do.Instruction]) -> None:
         batch = self.copies.loading.pop(event.number)
         self._up.difference_update(page.key for page in batch.pages)
-        arrival = self.copies.arrive(batch, event.rows, event.failed)
+        arrival = self.copies.seal_arrived(batch, event.rows, event.failed)
         places = arrival.places
         if places:
             targets, keys = [batch.pages[i].target for i in places], [batch.pages[i].key for i in places]
@@ -143,20 +150,20 @@ class Promotion:
             out.append(do.WriteSealed(targets, keys, arrival.standings, rows, arrival.parents, sums, "load", spans))
             self.counters["pages_promoted"] += len(places)
             self.counters["bytes_promoted"] += len(places) * batch.frame_class.page_bytes
-            self._hold_for_others(dict(zip(keys, targets, strict=True)))
+            self._hold_for_children(dict(zip(keys, targets, strict=True)))
             self.writing.follow(keys, out)
         for reason in event.failed.values():
             self.counters[f"load_failed_{reason}"] += 1
-        self.copies.end(batch, arrival.unused, out)
+        self.copies.finish(batch, arrival.unused, out)
 
     @property
     def _loading_bytes(self) -> int:
-        """On their way up, without what is late: that keeps nothing else from being loaded."""
+        """Bytes that are being loaded, without late batches: these must not block other loads."""
         batches = (batch for batch in self.copies.loading.values() if batch.target is self.upper and not batch.late)
         return sum(len(batch.pages) * batch.frame_class.page_bytes for batch in batches)
 
-    def _hold_for_others(self, arrived: dict[bytes, Address]) -> None:
-        """Batches that follow hang on pages that have just arrived."""
+    def _hold_for_children(self, arrived: dict[bytes, Address]) -> None:
+        """Hold pages that have just arrived for the batches that wait for them."""
         for batch in self.copies.loading.values():
             for key in batch.waits_for & arrived.keys() if batch.target is self.upper else ():
                 self.upper.pages.hold(arrived[key])
@@ -167,14 +174,14 @@ class Promotion:
         extents = self.lower.segment.extents
         reads = self._reads.get(address.extent)
         if reads is None:
-            if len(self._reads) > len(extents):  # of extents that are gone
+            if len(self._reads) > len(extents):  # some counts belong to extents that were dropped
                 self._reads = {number: counts for number, counts in self._reads.items() if number in extents}
             reads = self._reads[address.extent] = bytearray(extents[address.extent].frames)
         reads[address.frame] = min(255, reads[address.frame] + 1)
         return reads[address.frame]
 
     def forget_reads(self, addresses: list[Address]) -> None:
-        """Other pages are in these frames now."""
+        """Reset the read counts of these frames: they hold other pages now."""
         for address in addresses:
             self._forget_reads(address)
 

@@ -1,15 +1,18 @@
-"""Through: pages whose parent only NVMe has. They are saved there out of the frames they were written into, which are
-free then, so that each tier stays prefix-closed::
+"""Write-through: new pages whose parent only NVMe has are saved to NVMe, out of the frames that they were written into.
 
-    NVMe has  A B C        put D E F, into granted frames, or reserved ones that all shards have sealed
-                           D E F wait in the pending table ──saved behind C──> NVMe has A B C D E F
+The frames are free after the save, so each tier stays prefix-closed::
 
-A put of such pages is as fast as NVMe: its writer is told BUSY until they are durable, and asks again. So is a chain
-that is longer than DRAM: where nothing else may leave for its next pages, its own end leaves, once NVMe has that
-(``shorten``), and what follows goes through. Such chains fill an eighth of DRAM's frames at a time.
+    NVMe has  A B C        put D E F, into granted frames, or into reserved ones that all shards have sealed
+                           D E F wait in the pending table ──save after C──> NVMe has A B C D E F
 
-A batch waits for the one before it. What cannot be saved is doomed, with what hangs on it; its writer finds its frames
-gone (STALE). After a kill pages on their way are in no index, and their frames are free: they were never acknowledged.
+A put of such pages is as fast as NVMe: its writer receives BUSY until they are durable, and asks again. The same
+happens to a chain that is longer than DRAM. If no other page may leave for the next pages of the chain, its own last
+pages leave DRAM once NVMe has them (``shorten``), and the next pages are written through. Pages that are written
+through occupy at most an eighth of DRAM's frames at a time.
+
+Each batch of a chain waits for the one before it. A page that cannot be saved is doomed, with all pages after it; its
+writer then receives STALE for its frames. After kill -9 of the daemon the pages of unfinished saves are in no index,
+and their frames are free: the put of these pages was never acknowledged.
 """
 
 from __future__ import annotations
@@ -24,16 +27,16 @@ from kvstore.state.directory_spans import spans_at
 from kvstore.state.frames import ClassPool
 from kvstore.state.tiering.copying import NODE_SESSION, CopyBatch, CopyBatches
 from kvstore.state.tiering.demotion import Demotion
-from kvstore.state.writing import GROUP, Behind, Pending, Writing
+from kvstore.state.writing import GROUP, Pending, WriteThroughBase, Writing
 
-SHARE = 8  # this part of a class's frames may be filled by pages that go through
-TTL_NS = 60 * 10**9  # of a page that cannot be saved yet
+SHARE = 8  # pages that are written through may fill one frame in this many, of their class
+TTL_NS = 60 * 10**9  # deadline of a page that cannot be saved yet
 
 
-class Through(Behind):
-    """Decides about such pages. Part of ``Tiering``.
+class WriteThrough(WriteThroughBase):
+    """The decisions about pages whose parent only NVMe has. Part of ``Tiering``.
 
-    Life of a page here: complete in the pending table -> chosen, in a batch -> on NVMe, its frame free; or doomed.
+    Life of a page here: complete in the pending table -> chosen -> in a batch -> on NVMe, its frame free. Or doomed.
     """
 
     def __init__(self, copies: CopyBatches, writing: Writing, demotion: Demotion, counters: Counter[str]) -> None:
@@ -44,49 +47,52 @@ class Through(Behind):
         self.pending = writing.pending
         self.demotion = demotion
         self.counters = counters
-        self._staged: dict[bytes, Pending] = {}  # all that are to go through
-        self._chosen: dict[bytes, Pending] = {}  # of those, by this event; parents before children
-        self._later: list[Pending] = []  # of those, NVMe had no room for them yet
+        self._staged: dict[bytes, Pending] = {}  # all pages to write through
+        self._chosen: dict[bytes, Pending] = {}  # those of them that this event has chosen, parents before children
+        self._postponed: list[Pending] = []  # those of them for which NVMe had no space
 
-    # --- what is below, and on its way there --------------------------------------------------------------------------
+    # --- what NVMe has, or is about to have ---------------------------------------------------------------------------
 
-    def holds(self, root: bytes, key: bytes) -> bool:
-        """See ``Behind``."""
+    def can_extend(self, root: bytes, key: bytes) -> bool:
+        """Return True if NVMe has the page or is about to have it, and accepts more pages of its class."""
         staged = self._live(key)
         if staged is not None:
             return staged.root == root
         address = self.lower.pages.find_in(root, key)
-        return address is not None and self.demotion.takes(self.lower.segment.extents[address.extent].pool.frame_class)
+        return address is not None and self.demotion.accepts(
+            self.lower.segment.extents[address.extent].pool.frame_class
+        )
 
     def _live(self, key: bytes) -> Pending | None:
+        """Return the page of this key that is to be written through. Drop one that was given up."""
         staged = self._staged.get(key)
-        if staged is None or self._waits(staged):
+        if staged is None or self._is_pending(staged):
             return staged
         if key not in self.copies.down[self.lower.tier]:
             del self._staged[key]
         return None
 
-    def _waits(self, page: Pending) -> bool:
-        """True for a page that was neither given up nor sealed in DRAM, where its parent has arrived since."""
+    def _is_pending(self, page: Pending) -> bool:
+        """Return False for a page that was given up, or sealed in DRAM because its parent has arrived there."""
         return not page.doomed and self.pending.by_address.get(page.address) is page
 
     def has(self, root: bytes, key: bytes) -> bool:
-        """See ``Behind``."""
+        """Return True if NVMe has that page."""
         return self.lower.pages.find_in(root, key) is not None
 
-    def room(self, pool: ClassPool, anchor: bytes, count: int) -> int:
-        """See ``Behind``."""
+    def grantable(self, pool: ClassPool, anchor: bytes, count: int) -> int:
+        """Return ``count`` if DRAM has the page ``anchor``, else what remains of the share of written-through pages."""
         if not anchor or self.upper.pages.find(anchor) is not None:
             return count
         if self._live(anchor) is None and self.lower.pages.find(anchor) is None:
             return count
-        there = sum(self._class_of(page) is pool for page in self._staged.values() if self._waits(page))
-        room = max(0, min(count, self.most(pool) - there))
-        self.upper.departures.waiting = self.upper.departures.waiting or not room
-        return room
+        occupied = sum(self._class_of(page) is pool for page in self._staged.values() if self._is_pending(page))
+        remaining = max(0, min(count, self.frames_max(pool) - occupied))
+        self.upper.departures.waiting = self.upper.departures.waiting or not remaining
+        return remaining
 
-    def most(self, pool: ClassPool) -> int:
-        """How many frames of a class pages that go through may fill."""
+    def frames_max(self, pool: ClassPool) -> int:
+        """Return how many frames of a class may hold pages that are written through."""
         frames = pool.frames + len(self.upper.segment.vacant) * pool.frames_per_extent
         return max(1, frames // SHARE)
 
@@ -94,16 +100,22 @@ class Through(Behind):
         return self.upper.segment.extents[page.address.extent].pool
 
     def shorten(self, anchor: bytes, pool: ClassPool, count: int, out: list[do.Instruction]) -> int:
-        """Nothing else may leave for pages after ``anchor``: the end of their own chain does, where NVMe has it.
+        """Evict up to ``count`` pages from the end of the chain of ``anchor``, as far as NVMe has them.
 
-        Returns how many pages left; where the end has to be saved first, that begins (``waiting``).
+        This is the last resort for pages after ``anchor``: no other page may leave. Returns how many pages left. If
+        the end of the chain has to be saved first, it is set aside for that, and ``Departures.waiting`` is True.
         """
         upper = self.upper
         page = upper.pages.find(anchor) if anchor else None
-        if page is None or not count or is_object_class(pool.frame_class) or not self.demotion.takes(pool.frame_class):
+        if (
+            page is None
+            or not count
+            or is_object_class(pool.frame_class)
+            or not self.demotion.accepts(pool.frame_class)
+        ):
             return 0
-        left, leaving = 0, upper.departures.leaving()
-        while page is not None and left < count:
+        evicted, leaving = 0, upper.departures.new_batch()
+        while page is not None and evicted < count:
             extent, frame = upper.segment.extents[page.extent], page.frame
             slot = extent.slot_base + frame
             if extent.pool is not pool or extent.children[frame] or upper.pages.leases.holds(extent.number, frame):
@@ -117,66 +129,73 @@ class Through(Behind):
                 break
             page = upper.pages.find(parent) if parent != root else None
             upper.departures.leave(extent, frame, leaving)
-            left += 1
-        upper.departures.left(leaving, "space", out)
-        return left
+            evicted += 1
+        upper.departures.finish(leaving, "space", out)
+        return evicted
 
-    def make_room(self, anchor: bytes, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
-        """See ``Behind``."""
-        left = 0 if self.upper.departures.waiting else self.shorten(anchor, pool, min(count, self.most(pool)), out)
-        return self.upper.take(pool, left, out) if left else []
+    def take_for_put(self, anchor: bytes, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
+        """Take frames that ``shorten`` has made free."""
+        count = min(count, self.frames_max(pool))
+        evicted = 0 if self.upper.departures.waiting else self.shorten(anchor, pool, count, out)
+        return self.upper.take(pool, evicted, out) if evicted else []
 
-    def room_for(
+    def take_for_reservation(
         self, anchor: bytes, pool: ClassPool, owner: int, taken: list[Address], count: int, out: list[do.Instruction]
     ) -> list[Address]:
-        """See ``Behind``. None at all where the chain would have to leave for the others, and cannot yet: reservations
-        would hold it."""
+        """Add frames that ``shorten`` has made free to ``taken``.
+
+        Return no frame at all if the end of the chain has to be saved before it can leave: reservations after it would
+        hold it in DRAM.
+        """
         page = self.upper.pages.find(anchor) if anchor else None
         if page is None:
             return taken
-        held = self.upper.segment.extents[page.extent].children[page.frame] > 0
-        if held and not self.copies.moving(pool.frame_class, self.upper):  # by another page, and not by a copy alone
+        is_held = self.upper.segment.extents[page.extent].children[page.frame] > 0
+        if is_held and not self.copies.is_moving(pool.frame_class, self.upper):  # by a page, and not only by a copy
             return taken
-        left = 0 if self.upper.departures.waiting else self.shorten(anchor, pool, count - len(taken), out)
+        evicted = 0 if self.upper.departures.waiting else self.shorten(anchor, pool, count - len(taken), out)
         if self.upper.departures.waiting:
             if taken:
-                out.append(do.WriteGranted(taken, NODE_SESSION))  # no record says yet that they were taken
+                out.append(do.WriteGranted(taken, NODE_SESSION))  # their records do not show yet that they were taken
                 self.upper.pages.free(taken, out)
             return []
-        fits = self.upper.quotas.fit(owner, pool.frame_class, left, b"", out) if left else 0
+        fits = self.upper.quotas.fit(owner, pool.frame_class, evicted, b"", out) if evicted else 0
         more = self.upper.take(pool, fits, out) if fits else []
         self.upper.pages.expect(more, owner)
         return taken + more
 
-    # --- what is written ----------------------------------------------------------------------------------------------
+    # --- which pages are written through ------------------------------------------------------------------------------
 
     def seal(
         self, event: ev.SealGranted, granted: set[Address], keys: list[bytes], number: int
     ) -> list[do.Instruction] | None:
-        """See ``Behind``.
+        """Stage the pages of a put whose parent only NVMe has. Return None if NVMe does not have it either.
 
-        Per page: BUSY on its way, OK stored (its frame is gone), PRESENT stored by another, else why not.
-        ``number``: of the root.
+        The reply has a status per page. BUSY: it is staged or being saved. OK: it is stored, and its frame is free.
+        PRESENT: another writer has stored it. Any other status says why the page was refused.
+
+        Args:
+            number: number of the root.
         """
         root = event.rows[0, ROOT].tobytes()
-        if is_object_class(event.frame_class) or not self.holds(root, event.parent):
+        if is_object_class(event.frame_class) or not self.can_extend(root, event.parent):
             return None
         out: list[do.Instruction] = []
         statuses: list[Status] = []
         new: list[int] = []
         for i, (key, address) in enumerate(zip(keys, event.addresses, strict=True)):
-            ours = address in granted
+            is_granted = address in granted
             if self.has(root, key):
-                statuses.append(Status.PRESENT if ours else Status.OK)
+                statuses.append(Status.PRESENT if is_granted else Status.OK)
             elif (staged := self._live(key)) is not None and staged.root == root:
                 statuses.append(Status.BUSY)
             elif (
-                not ours
+                not is_granted
                 or staged is not None
                 or self.lower.pages.find(key) is not None
                 or self.upper.pages.find(key) is not None
             ):
-                break  # it was given up; or another root's page has that key, which was forged
+                break  # the page was given up, or a page of another root has this key: one of the two is forged
             else:
                 new.append(i)
                 statuses.append(Status.BUSY)
@@ -189,10 +208,10 @@ class Through(Behind):
         for i, page in zip(new, pages, strict=False):
             if page.doomed:
                 statuses[i] = Status.NO_SPACE
-        rest = event.addresses[len(statuses) :]
-        found = [int(status) for status in statuses]
-        found += [int(Status.NO_PARENT if address in granted else Status.STALE) for address in rest]
-        return [*out, do.Reply(statuses=found)]
+        refused = event.addresses[len(statuses) :]
+        numbers = [int(status) for status in statuses]
+        numbers += [int(Status.NO_PARENT if address in granted else Status.STALE) for address in refused]
+        return [*out, do.Reply(statuses=numbers)]
 
     def _stage(
         self,
@@ -203,7 +222,7 @@ class Through(Behind):
         number: int,
         out: list[do.Instruction],
     ) -> list[Pending]:
-        """Pages in granted frames become reserved pages that are complete, and are chosen."""
+        """Turn these pages in granted frames into complete reserved pages, and choose them."""
         if not places:
             return []
         root = event.rows[0, ROOT].tobytes()
@@ -225,68 +244,71 @@ class Through(Behind):
             pages.append(page)
             self.pending.add(page)
         for page in pages:
-            self.takes(page)
+            self.accept(page)
         return pages
 
-    def takes(self, page: Pending) -> bool:
-        """See ``Behind``. Not where its own writers are about to have the parent in DRAM."""
-        coming = self.pending.find(page.root, page.parent, page.group)
-        if coming is not None and self._staged.get(page.parent) is not coming:
+    def accept(self, page: Pending) -> bool:
+        """Choose a complete page to be written through; return False if it cannot be.
+
+        It cannot be if its own writers are about to store the parent in DRAM.
+        """
+        parent = self.pending.find(page.root, page.parent, page.group)
+        if parent is not None and self._staged.get(page.parent) is not parent:
             return False
-        if not self.holds(page.root, page.parent):
+        if not self.can_extend(page.root, page.parent):
             return False
-        if self._live(page.key) is None:  # a copy of one that was given up may still be on its way: see ``saved``
+        if self._live(page.key) is None:  # a copy that was given up may still be in a batch: see ``saved``
             self._staged[page.key] = page
-        saved = page.key in self.copies.down[self.lower.tier]  # as this page, or as another's
-        flies = saved or self._staged[page.key] is not page
-        if not flies and (self._live(page.parent) is None or page.parent in self._chosen):  # else it waits for that one
+        in_batch = page.key in self.copies.down[self.lower.tier]  # out of this frame, or out of another one
+        is_covered = in_batch or self._staged[page.key] is not page
+        if not is_covered and (self._live(page.parent) is None or page.parent in self._chosen):  # else it waits for it
             self._chosen[page.key] = page
         return True
 
-    def flies(self, page: Pending) -> bool:
-        """See ``Behind``."""
-        return page.key in self.copies.down[self.lower.tier] or page in self._later
+    def is_waiting(self, page: Pending) -> bool:
+        """Return True if the page is in a batch, or was postponed."""
+        return page.key in self.copies.down[self.lower.tier] or page in self._postponed
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    def again(self, out: list[do.Instruction]) -> None:
-        """See ``Behind``."""
-        if self._later:
-            self._chosen |= {page.key: page for page in self._later if self._live(page.key) is page}
-            self._later = []
+    def retry(self, out: list[do.Instruction]) -> None:
+        """Choose the postponed pages again, and start saving them."""
+        if self._postponed:
+            self._chosen |= {page.key: page for page in self._postponed if self._live(page.key) is page}
+            self._postponed = []
             self.start(out)
 
     def start(self, out: list[do.Instruction]) -> None:
-        """Have the chosen pages saved, each chain as a batch of its own."""
+        """Start saving the chosen pages, each chain in a batch of its own."""
         while self._chosen:
-            inside: set[bytes] = set()
+            keys: set[bytes] = set()
             chain: list[Pending] = []
             for page in self._chosen.values():
-                if not chain or page.parent in inside:
+                if not chain or page.parent in keys:
                     chain.append(page)
-                    inside.add(page.key)
-            self._chosen = {key: page for key, page in self._chosen.items() if key not in inside}
+                    keys.add(page.key)
+            self._chosen = {key: page for key, page in self._chosen.items() if key not in keys}
             self._save(chain, out)
 
     def _save(self, chain: list[Pending], out: list[do.Instruction]) -> None:
+        """Take frames on NVMe for these pages and start the batch. Postpone or fail the pages that get no frame."""
         root, anchor = chain[0].root, chain[0].parent
-        frame_class, owner = self._class_of(chain[0]).frame_class, self.copies.owner(self.upper, chain[0].address)
+        frame_class, owner = self._class_of(chain[0]).frame_class, self.copies.root_number(self.upper, chain[0].address)
         targets: list[Address] = []
-        if self.has(root, anchor) and self.demotion.takes(frame_class):
-            most = self.demotion.pages_max(frame_class, len(chain) * self.lower.segment.stride(frame_class))
-            fits = self.lower.quotas.fit(owner, frame_class, most, anchor, out) if most else 0
+        if self.has(root, anchor) and self.demotion.accepts(frame_class):
+            pages_max = self.demotion.pages_max(frame_class, len(chain) * self.lower.segment.stride(frame_class))
+            fits = self.lower.quotas.fit(owner, frame_class, pages_max, anchor, out) if pages_max else 0
             pool = self.lower.segment.pool(frame_class)
             targets = self.lower.take_after((anchor,), pool, fits, out) if fits else []
-            if not targets and (
-                not most or self.lower.departures.waiting or self.lower.pages.holdings.roots[owner].share.coming
-            ):
-                self._later += chain
+            share = self.lower.pages.holdings.roots[owner].share
+            if not targets and (not pages_max or self.lower.departures.waiting or share.expected_bytes):
+                self._postponed += chain
                 return
-        held = self.lower.pages.find_in(root, anchor)
-        if targets and held is not None:
-            self.lower.pages.hold(held)
-            batch = CopyBatch([], frame_class, self.upper, self.lower, [held])
-            info = standing(*self.lower.pages.standing_after(held, chain[0].continues))
+        parent = self.lower.pages.find_in(root, anchor)
+        if targets and parent is not None:
+            self.lower.pages.hold(parent)
+            batch = CopyBatch([], frame_class, self.upper, self.lower, [parent])
+            info = standing(*self.lower.pages.standing_after(parent, chain[0].continues))
             standings = {anchor: standing(position_of(info) - 1, turns_of(info))}
             for page, target in zip(chain, targets, strict=False):
                 before = standings[page.parent]
@@ -297,43 +319,43 @@ class Through(Behind):
                 self.lower.pages.expect([target], owner)
                 self.copies.down[self.lower.tier].add(page.key)
             self.copies.start_staged(batch, out)
-            self.demotion.began(batch)
+            self.demotion.charge(batch)
         self.fail(chain[len(targets) :], out)
 
     def fail(self, pages: list[Pending], out: list[do.Instruction]) -> None:
-        """These pages, and complete ones that hang on them, will not be stored."""
+        """Doom these pages, and the complete pages after them."""
         waiting = deque(pages)
         while waiting:
             page = waiting.popleft()
             if self._staged.get(page.key) is page:
                 del self._staged[page.key]
-            if self._waits(page):
+            if self._is_pending(page):
                 waiting.extend(
-                    child for child in self.pending.children(page.key) if child.complete and child.root == page.root
+                    child for child in self.pending.children(page.key) if child.is_complete and child.root == page.root
                 )
                 self.writing.doom([page], out)
                 self.counters["pages_not_saved_through"] += 1
 
     def saved(self, event: ev.Saved) -> list[do.Instruction]:
-        """See ``events.Saved``: what was written becomes pages of NVMe, and its frames in DRAM are free."""
+        """Handle ``events.Saved``: written pages are sealed on NVMe, and their frames in DRAM are free."""
         out: list[do.Instruction] = []
         batch = self.copies.staging.pop(event.number)
         self.copies.down[self.lower.tier].difference_update(page.key for page in batch.pages)
         done: list[Pending] = []
         failed: list[Pending] = []
-        heirs: list[Pending] = []
+        successors: list[Pending] = []
         places: list[int] = []
         parents: list[bytes] = []
         unused: list[Address] = []
         keys, roots = keys_of(event.heads), roots_of(event.heads)
         for i, (page, key, root) in enumerate(zip(batch.pages, keys, roots, strict=True)):
             staged = self._staged.pop(page.key, None)
-            if staged is None or staged.address != page.source:  # it was given up; maybe another writer's page is next
+            if staged is None or staged.address != page.source:  # given up; another writer's copy may be staged now
                 unused.append(page.target)
                 if staged is not None:
-                    heirs.append(staged)
+                    successors.append(staged)
                 continue
-            source = self._waits(staged) and staged.address == page.source
+            source = self._is_pending(staged) and staged.address == page.source
             whole = i not in event.failed and key == page.key and self.lower.pages.find(key) is None
             if source and (self.has(root, key) or (whole and self.has(root, staged.parent))):
                 done.append(staged)
@@ -349,19 +371,19 @@ class Through(Behind):
             self.lower.pages.seal(page.target, key, root, parent, page.standing)
             places.append(i)
             parents.append(staged.parent)
-        self._arrived(event, batch, places, parents, out)
-        self.copies.end(batch, unused, out)
+        self._seal_on_nvme(event, batch, places, parents, out)
+        self.copies.finish(batch, unused, out)
         for staged in done:
             self.writing.stored_below(staged, out)
         self.fail(failed, out)
-        self.fail([heir for heir in heirs if self._waits(heir) and not self.takes(heir)], out)
-        there = [staged.key for staged in done]  # also what another writer's copy was saved for in the meantime
-        self.writing.follow(list(dict.fromkeys([*there, *(batch.pages[i].key for i in places)])), out)
-        self.again(out)
+        self.fail([page for page in successors if self._is_pending(page) and not self.accept(page)], out)
+        stored = [staged.key for staged in done]  # includes keys that another writer has stored in the meantime
+        self.writing.follow(list(dict.fromkeys([*stored, *(batch.pages[i].key for i in places)])), out)
+        self.retry(out)
         self.start(out)
         return out
 
-    def _arrived(
+    def _seal_on_nvme(
         self, event: ev.Saved, batch: CopyBatch, places: list[int], parents: list[bytes], out: list[do.Instruction]
     ) -> None:
         if not places:

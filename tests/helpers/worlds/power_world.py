@@ -383,7 +383,7 @@ class World:
                 for state in (FrameState.RESERVED, FrameState.QUARANTINED, FrameState.RETIRING)
             )
             granted = sum(len(session.granted) for session in self.node.state.sessions.values())
-            flying = self.node.state.tiering.copies.frames()
+            flying = self.node.state.tiering.copies.target_frames()
             assert waiting == granted + len(flying), "frames hold nothing, and are not free"
         for kind, prompt in sorted(self.prompts):
             there = self.read(kind, prompt)

@@ -384,7 +384,7 @@ class World:
                 limited = self.state.space.pages.holdings.limited
                 assert limited or status != Status.OVER_QUOTA
                 goes_through = address in self.state.pending.by_address
-                assert limited or status != Status.BUSY or goes_through or self.state.writing.through is not None
+                assert limited or status != Status.BUSY or goes_through or self.state.writing.write_through is not None
                 still = self.node.tables[address.extent].words[address.frame] == address.generation << 8 | 1
                 assert still or in_doubt
                 if still and not goes_through:
