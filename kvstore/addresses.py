@@ -77,7 +77,7 @@ def _connect_local(name: str | None, timeout_s: float) -> Store:
         raise InvalidRequest("address", error.reason) from None
     if not folder.path.is_dir():
         raise NodeUnavailable(f"no node named {name!r} on this machine; start one with `kvstore serve --name {name}`")
-    if not folder.trusted():
+    if not folder.is_trusted():
         raise InvalidRequest("address", f"{folder.path} belongs to another user")
     node = LocalNode(folder.path, timeout_s=timeout_s)
     node.peer_reader = PeerReader(folder.path)

@@ -24,7 +24,7 @@ from kvstore.cluster.data_connection import DataConnection
 from kvstore.cluster.transport import pull
 from kvstore.device.host_memory import empty
 from kvstore.model.prefix import Keys
-from kvstore.shm.data_server_file import DataServerAt, find_data_server
+from kvstore.shm.data_server_file import RunningDataServer, find_data_server
 from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import ChainQuery, Hello, ReadRequest
 
@@ -38,7 +38,7 @@ REQUEST_BYTES = 8
 class RemoteReading:
     """Chains of another node, read by ``ours`` or by one of ``PLAINS`` into one warm buffer."""
 
-    def __init__(self, cache: PrefixCache, work: BenchWork, server: DataServerAt, port: int) -> None:
+    def __init__(self, cache: PrefixCache, work: BenchWork, server: RunningDataServer, port: int) -> None:
         self.work = work
         self.out: Rows = empty((work.pages, work.layout.page_bytes))
         self.out[:] = 0
@@ -110,7 +110,7 @@ def plain_bytes(work: BenchWork) -> int:
 
 
 @contextmanager
-def data_server(stage: Stage, node: str) -> Iterator[tuple[Child, DataServerAt]]:
+def data_server(stage: Stage, node: str) -> Iterator[tuple[Child, RunningDataServer]]:
     """Run a data server of a node inside the context. Yield its process and its address."""
     arguments = ["data", "--node", node, "--listen", "127.0.0.1:0", "--shm-dir", str(stage.settings.shm_dir)]
     child = Child("the data server", arguments, environment(stage.settings.shm_dir))

@@ -9,7 +9,7 @@ import click
 
 from kvstore.cli.output import json_option, print_json
 from kvstore.errors import InvalidRequest
-from kvstore.shm.folder import PREFIX, NodeFolder, check_purge, list_nodes, owned
+from kvstore.shm.folder import PREFIX, NodeFolder, check_purge, is_own_folder, list_nodes
 from kvstore.shm.folder import purge as purge_folder
 
 
@@ -29,7 +29,7 @@ def purge(names: tuple[str, ...], everything: bool, as_json: bool) -> None:
     for name in names:
         check_purge(NodeFolder(shm_dir(), name).path)
     dead = (name for name, alive in list_nodes(shm_dir()) if not alive)
-    purged = names or tuple(name for name in dead if owned(shm_dir() / f"{PREFIX}{name}"))
+    purged = names or tuple(name for name in dead if is_own_folder(shm_dir() / f"{PREFIX}{name}"))
     for name in purged:
         purge_folder(shm_dir() / f"{PREFIX}{name}")
     if as_json:

@@ -180,8 +180,8 @@ class IndexKeeper:
         return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self._index.scan_pending())
 
     def hold(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
-        """Return a snapshot of all entries, key and raw address, to be read at any time; see ``Index.hold``."""
-        return self._index.hold()
+        """Return a snapshot of all entries, key and raw address, to be read at any time; see ``Index.snapshot``."""
+        return self._index.snapshot()
 
     def _sealed_entries(self, tier: Tier) -> tuple[bytes, bytes]:
         """Return the keys and the raw addresses of all sealed records, each joined and by key, without duplicates."""

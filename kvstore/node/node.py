@@ -121,7 +121,7 @@ def make_room(state: NodeState, memory: FolderMemory, frame_class: FrameClass, c
     """
     segment = state.segment
     pool = segment.pool(frame_class)
-    while extents := state.space.extents_wanted(pool, count):
+    while extents := state.space.extents_needed(pool, count):
         tables = memory.tables(frame_class, pool.frames_per_extent, extents)
         if not memory.index(tables * pool.frames_per_extent):
             tables = 0

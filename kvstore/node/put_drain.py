@@ -230,7 +230,7 @@ class PutDrain:
         Takes half a microsecond if there are none.
         """
         puts = self._puts
-        if puts is None or puts.quiet:
+        if puts is None or puts.is_drained:
             return
         damaged: list[int] = []
         with DECIDED:
@@ -374,7 +374,7 @@ class PutDrain:
         """Assign a slot to a session, and describe it for the reply to HELLO; return None if there is none."""
         with self._mutex:
             puts = self._puts
-            slot = puts.give(session) if puts is not None else None
+            slot = puts.assign(session) if puts is not None else None
             if puts is None or slot is None:
                 return None
             return {"id": f"{puts.id:016x}", "slot": slot, "pid": os.getpid()}
@@ -384,7 +384,7 @@ class PutDrain:
         self.take_in()  # what it published just before its death
         puts = self._puts
         slot = puts.sessions().get(session) if puts is not None else None
-        return puts is None or slot is None or puts.marked(slot) == puts.published(slot)
+        return puts is None or slot is None or puts.drained_position(slot) == puts.published(slot)
 
     def free_slot(self, session: int) -> None:
         """Free the slot of a session whose frames are free. The caller holds the mutex."""

@@ -56,7 +56,7 @@ from kvstore.state.frames import ExtentNumbers, Segment
 from kvstore.state.interfaces import Snapshot, TieringRules, TierParts
 from kvstore.state.mounts import MOUNTED_FRAMES_MAX, MOUNTS_MAX
 from kvstore.state.node_state import NodeState
-from kvstore.state.recovery import ExtentFound
+from kvstore.state.recovery import StoredExtent
 from kvstore.tier.base import TierStore
 from kvstore.tier.dram import DramStore, SegmentFile, check_space
 
@@ -127,7 +127,7 @@ def _drop_beyond(folder: NodeFolder, incarnation: int, extent_bytes: int, bytes_
             continue
         end = table.position * extent_bytes + table.frames * table.frame_class.frame_bytes
         if end > bytes_left:
-            table.disbelieve()
+            table.invalidate()
             dropped += 1
         table.close()
     log.warning("%s: its tail was cut off; %d extents are dropped with their pages", folder.segment, dropped)
@@ -495,7 +495,7 @@ def _open_index(folder: NodeFolder, header: Header, map_bytes: int) -> Index:
     return index
 
 
-def read_extent(table: ExtentTable) -> ExtentFound:
+def read_extent(table: ExtentTable) -> StoredExtent:
     """Return copies of an extent's columns for ``recovery``."""
     fmt = table.fmt
 
@@ -508,7 +508,7 @@ def read_extent(table: ExtentTable) -> ExtentFound:
         groups = words(fmt.group)
         writers = np.stack([words(fmt.writers + 8 * shard) for shard in range(SHARDS_MAX)], axis=1)
     sound = np.array(table.identity_sums(slice(0, table.frames)), np.uint64) == words(fmt.identity_sum)
-    return ExtentFound(
+    return StoredExtent(
         table.extent,
         table.position,
         table.frame_class,

@@ -259,9 +259,9 @@ def verify_folder(path: Path, targets: Sequence[NvmeTarget] = ()) -> dict[str, A
     folder = NodeFolder.at(path)
     if not folder.path.is_dir():
         raise NodeUnavailable(f"there is no node in {path}")
-    if not folder.trusted():
+    if not folder.is_trusted():
         raise InvalidRequest("folder", f"{path} belongs to another user")
-    with folder.kept_from_starting():
+    with folder.block_starts():
         report = Report()
         tables = _verify_shm(folder, report)
         verify_targets(folder, targets, tables, report)

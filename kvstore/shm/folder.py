@@ -1,36 +1,33 @@
-"""NodeFolder: the files of one node of this machine, and the lock that makes one daemon their owner.
+"""NodeFolder: the files of one node in shared memory, and the lock that makes one daemon their owner.
 
 ::
 
-    <shm_dir>/kvstore-<name>/          mode 0700, or 0770 where the node is shared with its group
+    <shm_dir>/kvstore-<name>/          mode 0700, or 0770 if the node is shared with its group
         lock                           flock: its holder owns the folder; text: pid
         control                        unix socket of the daemon
         header                         one page of words (header.Header)
         segment                        the data (dram.SegmentFile)
         records-<extent>  uses-<extent>    tables of each carved extent (records.ExtentTable)
         index-<epoch>/                 LMDB: key -> address (index.Index)
-        puts                           what clients put and the daemon has not taken in (put_log.PutLog); may be absent
-        secret                         keeps the keys of its roots apart (pool_secret)
-        nvme                           where its NVMe files are (nvme_map.NvmeMap); absent without NVMe
-        data                           which data server sends its pages, locked while that lives (data_file)
+        puts                           published puts that the daemon has not taken in (put_log.PutLog); may be absent
+        secret                         secret of the node's pool (read_secret)
+        nvme                           paths of its NVMe files (nvme_map.NvmeMap); absent without NVMe
+        data                           the running data server, locked by it (data_server_file)
         brought                        pages of other nodes that were read here recently (client.local.brought)
         member                         what its daemon published in a catalog last; absent: nothing
-        mounted-<n>  -data  -pass      records of memory that an engine mounted; that memory, a socket to it (mounted)
+        mounted-<n>  -data  -pass      memory that an engine mounted: its records, the memory, a socket (mounted)
         quarantine                     positions that may not be used yet (quarantine); absent if empty
-        sessions/<16 hex digits>       one file per client, locked while it lives; what it counted (counters)
-        .tmp-*                         a file being made; removed when the next owner starts
+        sessions/<16 hex digits>       one file per client, locked by it, with its counters (counters)
+        .tmp-*                         a file that is being made; removed when the next owner starts
 
 All processes that can open these files are one trust domain: clients write the pages themselves.
 
-Purging: a node's folder is removed with everything in it, and nothing beyond it is touched.
+``purge`` removes a folder with all its files, and nothing else. It opens the folder once, as a directory that is not a
+link, and works on that descriptor. The folder's creator may exchange files in the meantime; no link is followed.
 
-The folder is opened once, as a directory that is not a link, and worked on by that descriptor: its creator may
-exchange what is in it in the meantime, and still no link is followed.
-
-The file ``secret`` of a node's folder: the secret of its pool, for the programs that map the node.
-
-It names the incarnation of the memory that it belongs to, and is there before the header says that incarnation. Where
-it is absent or damaged, the keys of that memory cannot be made: its pages are lost, and the next start recreates it.
+The file ``secret`` names the incarnation of the memory that it belongs to, and is written before the header has that
+incarnation. If it is absent or damaged, the keys of that memory cannot be computed: its pages are lost, and the next
+start makes the memory again.
 """
 
 from __future__ import annotations
@@ -57,16 +54,16 @@ PREFIX: Final = "kvstore-"
 EMBEDDED_PREFIX: Final = "kvstore-embedded-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TEMPORARY = ".tmp-"
-# `kvstore status` probes locks with a shared lock for microseconds; a daemon that starts just then tries again.
+# `kvstore status` takes a shared lock for microseconds; a daemon that starts at that moment tries again.
 LOCK_TRIES = 50
 LOCK_RETRY_S = 0.01
 
 
 class NodeFolder:
-    """Paths of one node's folder, and its lock. The constructor touches nothing.
+    """Paths in one node's folder, and its lock. The constructor changes nothing.
 
-    Lifecycle of the lock: ``lock()`` takes it (making the folder if absent); it ends with ``close()`` or with the
-    process, however that dies. A forked child never keeps it.
+    Life of the lock: ``lock()`` takes it, and makes the folder if it is absent. It ends with ``close()`` or with the
+    process. A forked child never keeps it.
 
     Raises:
         InvalidRequest: ``name`` cannot be a node's name.
@@ -84,22 +81,22 @@ class NodeFolder:
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> NodeFolder:
-        """The folder at ``path`` (``.../kvstore-<name>``); shared with its group where the directory's mode says so.
+        """Return the folder at ``path`` (``.../kvstore-<name>``). It is shared if the directory's mode says so.
 
         Raises:
             InvalidRequest: the last part of ``path`` is not a node folder's name.
         """
         where = Path(path)
         if not where.name.startswith(PREFIX):
-            raise InvalidRequest("path", f"{where} is not a node's folder (its name starts with {PREFIX!r})")
-        shared = False
+            raise InvalidRequest("path", f"{where} is not a node's folder: the name must start with {PREFIX!r}")
+        group_shared = False
         with contextlib.suppress(OSError):
-            shared = bool(where.lstat().st_mode & stat.S_IRGRP)
-        return cls(where.parent, where.name.removeprefix(PREFIX), shared)
+            group_shared = bool(where.lstat().st_mode & stat.S_IRGRP)
+        return cls(where.parent, where.name.removeprefix(PREFIX), group_shared)
 
     @property
     def lock_file(self) -> Path:
-        """The file whose flock makes its holder the owner."""
+        """The lock file. The holder of its flock owns the folder."""
         return self.path / "lock"
 
     @property
@@ -109,61 +106,61 @@ class NodeFolder:
 
     @property
     def header(self) -> Path:
-        """The page of words that clients look at before every operation."""
+        """The page of words that clients read before every operation."""
         return self.path / "header"
 
     @property
     def segment(self) -> Path:
-        """The data."""
+        """The segment's data."""
         return self.path / "segment"
 
     @property
     def sessions(self) -> Path:
-        """The folder of the clients' session files."""
+        """The folder of session files."""
         return self.path / "sessions"
 
     def session(self, session_id: int) -> Path:
-        """The file that the client of ``session_id`` keeps locked while it lives."""
+        """Return the file that the client of ``session_id`` keeps locked."""
         return self.sessions / f"{session_id:016x}"
 
     def records(self, extent: int) -> Path:
-        """The record table of ``extent``."""
+        """Return the record table of ``extent``."""
         return self.path / f"records-{extent}"
 
     def uses(self, extent: int) -> Path:
-        """The uses table of ``extent``."""
+        """Return the uses table of ``extent``."""
         return self.path / f"uses-{extent}"
 
     @property
     def nvme(self) -> Path:
-        """What clients need to read the node's NVMe (nvme_map.NvmeMap); absent where it has none."""
+        """What clients need to read the node's NVMe (nvme_map.NvmeMap); absent without NVMe."""
         return self.path / "nvme"
 
     @property
     def puts(self) -> Path:
-        """Where clients publish what they have put (put_log.PutLog)."""
+        """The published puts (put_log.PutLog)."""
         return self.path / "puts"
 
     @property
     def secret(self) -> Path:
-        """The secret of its pool (pool_secret)."""
+        """The secret of the node's pool."""
         return self.path / "secret"
 
     @property
     def data_server(self) -> Path:
-        """Which data server sends its pages (data_file); absent: none ever did."""
+        """The data server's file (data_server_file); absent if no data server ever ran."""
         return self.path / "data"
 
     def index(self, epoch: int) -> Path:
-        """The LMDB environment of ``epoch``."""
+        """Return the LMDB environment of ``epoch``."""
         return self.path / f"index-{epoch}"
 
     def extents(self) -> list[int]:
-        """Numbers of the extents that have a record table here, ascending; sound or not."""
+        """Return the numbers of the extents with a record table, ascending. The tables may be damaged."""
         return self._numbers("records-")
 
     def epochs(self) -> list[int]:
-        """Epochs of the indexes here, ascending; sound or not."""
+        """Return the epochs of the indexes, ascending. The indexes may be damaged."""
         return self._numbers("index-")
 
     def _numbers(self, prefix: str) -> list[int]:
@@ -175,13 +172,13 @@ class NodeFolder:
         return sorted(int(tail) for tail in tails if tail.isdecimal())
 
     def create(self) -> None:
-        """Make the folder and ``sessions/`` where absent. What is there stays.
+        """Make the folder and ``sessions/`` if they are absent. Existing files stay.
 
         Raises:
-            InvalidRequest: ``shm_dir`` is absent, or something of another user (or no directory) has that name.
-            FileNotFoundError: it was purged in the same moment.
+            InvalidRequest: ``shm_dir`` is absent, or another user's folder, or a file, has that name.
+            FileNotFoundError: the folder was purged at the same moment.
         """
-        made = self._make()
+        is_new = self._make()
         try:
             fd = open_folder(self.path)
         except NotPlain:
@@ -192,14 +189,14 @@ class NodeFolder:
             owner = os.fstat(fd).st_uid
             if owner != os.geteuid():
                 raise InvalidRequest("name", f"{self.path} belongs to user {owner}; take another name")
-            if made:
-                os.fchmod(fd, self.dir_mode)  # whatever the umask
+            if is_new:
+                os.fchmod(fd, self.dir_mode)  # independent of the umask
             self._make_sessions(fd)
         finally:
             os.close(fd)
 
     def _make(self) -> bool:
-        """Whether the folder was made just now."""
+        """Make the folder; return False if it exists."""
         try:
             os.mkdir(self.path, self.dir_mode)
             return True
@@ -208,25 +205,25 @@ class NodeFolder:
         except FileNotFoundError:
             raise InvalidRequest("shm_dir", f"{self.path.parent} does not exist") from None
 
-    def _make_sessions(self, here: int) -> None:
+    def _make_sessions(self, folder_fd: int) -> None:
         name = self.sessions.name
-        made = True
+        is_new = True
         try:
-            os.mkdir(name, self.dir_mode, dir_fd=here)
+            os.mkdir(name, self.dir_mode, dir_fd=folder_fd)
         except FileExistsError:
-            made = False
+            is_new = False
         try:
-            fd = open_folder(name, dir_fd=here)
+            fd = open_folder(name, dir_fd=folder_fd)
         except NotPlain:
             raise InvalidRequest("name", f"{self.sessions} is not a folder, or is a link; purge the node") from None
-        if made:
+        if is_new:
             os.fchmod(fd, self.dir_mode)
         os.close(fd)
 
-    def trusted(self) -> bool:
-        """True where the folder is there and was made by this user, by root, or by one of a group shared with it.
+    def is_trusted(self) -> bool:
+        """Return True if the folder exists and belongs to this user, to root, or to a group that shares it with us.
 
-        Anyone may create a name in /dev/shm: a client maps no folder that a stranger made.
+        Any user may create a name in /dev/shm, so a client maps no folder that a stranger made.
         """
         try:
             status = os.lstat(self.path)
@@ -238,11 +235,10 @@ class NodeFolder:
         return status.st_uid in (os.geteuid(), 0) or in_group
 
     def lock(self) -> None:
-        """Become the owner: make the folder where absent, lock it, remove files that a dead owner left half made, or
-        half removed.
+        """Become the owner: make the folder if it is absent, lock it, and remove unfinished files of a dead owner.
 
         Raises:
-            NodeBusy: another process (or another NodeFolder of this one) holds it; names the node and the pid.
+            NodeBusy: another process, or another NodeFolder of this process, holds the lock.
             InvalidRequest: as ``create``.
         """
         assert self._lock_fd < 0, "locked already"
@@ -276,13 +272,12 @@ class NodeFolder:
         self._remove_temporaries()
 
     @contextlib.contextmanager
-    def kept_from_starting(self) -> Iterator[None]:
-        """While this lasts no daemon owns the folder, and none can begin to. Nothing is changed, and others may do the
-        same at the same time.
+    def block_starts(self) -> Iterator[None]:
+        """Keep every daemon from owning the folder inside the context. Several processes may do so at the same time.
 
         Raises:
-            NodeBusy: its daemon runs, or is just starting.
-            FileNotFoundError: it was just being purged.
+            NodeBusy: a daemon runs, or is starting.
+            FileNotFoundError: the folder is being purged.
         """
         fd = open_plain(self.lock_file, os.O_RDONLY)
         try:
@@ -298,16 +293,16 @@ class NodeFolder:
         """True while this object holds the lock."""
         return self._lock_fd >= 0
 
-    def owned(self) -> bool:
-        """Whether anybody holds the lock: its node lives."""
+    def is_running(self) -> bool:
+        """Return True if a process holds the lock: the node is running."""
         try:
             return is_locked(self.lock_file)
         except OSError:
             return False
 
     def close(self) -> None:
-        """Give the lock back. The files stay, for the next owner and for readers."""
-        if self.locked:  # a child that another thread is just starting has it open, too
+        """Release the lock. The files stay, for the next owner and for readers."""
+        if self.locked:  # explicitly: a child that another thread is just starting has the file open, too
             fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
         _locked.discard(self)
         self._close_fd()
@@ -325,22 +320,22 @@ class NodeFolder:
             remove(self.uses(extent))
 
     def temporary(self, name: str) -> Path:
-        """Where a file lies that the next owner removes."""
+        """Return a path for a file that the next owner removes."""
         return self.path / f"{_TEMPORARY}{name}"
 
     def new_file(self, path: Path, size_bytes: int, head: bytes, sparse: bool = False) -> None:
-        """Put a whole new file at ``path``, zeros after ``head``: readers see the old one or all of the new one.
+        """Put a complete new file at ``path``, with zeros after ``head``: readers see the old file or the new one.
 
-        Maps of an old file of that name keep the old bytes. ``sparse`` leaves its memory unallocated.
+        Maps of an old file at that path keep the old bytes. ``sparse`` leaves its memory unallocated.
 
         Raises:
-            OutOfSpace: its memory could not be allocated; nothing changed.
+            OutOfSpace: its memory could not be allocated; nothing has changed.
         """
         temporary = path.with_name(f"{_TEMPORARY}{path.name}")
         remove(temporary)
         fd = open_plain(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, self.file_mode)
         try:
-            os.fchmod(fd, self.file_mode)  # whatever the umask
+            os.fchmod(fd, self.file_mode)  # independent of the umask
             if sparse:
                 os.ftruncate(fd, size_bytes)
             else:
@@ -355,10 +350,10 @@ class NodeFolder:
 
 
 def allocate(fd: int, start: int, size_bytes: int, what: str) -> None:
-    """Give ``[start, start + size_bytes)`` of a file its memory now, so that no later store dies of SIGBUS.
+    """Allocate the memory of ``[start, start + size_bytes)`` of a file now, so that no later store raises SIGBUS.
 
     Raises:
-        OutOfSpace: there is not enough; nothing that was allocated before is lost.
+        OutOfSpace: there is not enough memory. Memory that was allocated before is kept.
     """
     try:
         os.posix_fallocate(fd, start, size_bytes)
@@ -372,17 +367,17 @@ def allocate(fd: int, start: int, size_bytes: int, what: str) -> None:
 
 
 def list_nodes(shm_dir: str | os.PathLike[str]) -> list[tuple[str, bool]]:
-    """``(name, alive)`` of every node folder here that this user may trust, by name; alive = its lock is held."""
+    """Return ``(name, is running)`` of every trusted node folder here, by name."""
     nodes = []
     for name in folder_names(shm_dir, PREFIX):
         folder = NodeFolder.at(Path(shm_dir) / name)
-        if folder.trusted():
-            nodes.append((folder.name, folder.owned()))
+        if folder.is_trusted():
+            nodes.append((folder.name, folder.is_running()))
     return nodes
 
 
 def folder_names(shm_dir: str | os.PathLike[str], prefix: str) -> list[str]:
-    """Names in ``shm_dir`` that a node's folder may have; their owner and kind are not checked."""
+    """Return the names in ``shm_dir`` that a node's folder may have. Their owner and kind are not checked."""
     try:
         names = os.listdir(shm_dir)
     except FileNotFoundError:
@@ -391,12 +386,12 @@ def folder_names(shm_dir: str | os.PathLike[str], prefix: str) -> list[str]:
 
 
 def holder(fd: int) -> str:
-    """The holder of the lock file behind ``fd``, for a message."""
+    """Describe the holder of the lock file ``fd``, for a message."""
     text = os.pread(fd, 32, 0).decode(errors="replace").strip()
     return f"process {text}" if text else "another process"
 
 
-# Locks belong to the open file, which a forked child shares: without this a child would keep a dead daemon's lock.
+# A lock belongs to the open file, which a forked child shares: without this a child would keep a dead daemon's lock.
 _locked: weakref.WeakSet[NodeFolder] = weakref.WeakSet()
 
 
@@ -412,122 +407,124 @@ _HEAD_BYTES = 32  # of the header: magic, version, incarnation, epoch
 
 
 def purge(path: str | os.PathLike[str]) -> None:
-    """Remove a node's folder with everything in it. Absent: nothing happens.
+    """Remove a node's folder with all its files. No-op if it is absent.
 
-    Clients that still map it see incarnation 0 (the node is gone); their memory is freed when they unmap it. Only its
-    owner may, and root, who names what goes: a stranger's links lead nowhere.
+    Clients that still map it see incarnation 0 (the node is gone); their memory is freed when they unmap it. Only the
+    owner of the folder and root may purge it. Links in it are not followed.
 
     Raises:
-        NodeBusy: its daemon lives; nothing was removed.
-        InvalidRequest: ``path`` is not a node's folder, or another user's.
+        NodeBusy: the daemon is running; nothing was removed.
+        InvalidRequest: ``path`` is not a node's folder, or belongs to another user.
     """
     folder = NodeFolder.at(path)
     with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
-        above, here = _opened(folder, stack)
-        _check_owner(folder, here, root_may=True)
-        _purge(folder, above, here)
+        parent_fd, folder_fd = _open_both(folder, stack)
+        _check_owner(folder, folder_fd, root_may=True)
+        _purge(folder, parent_fd, folder_fd)
 
 
 def check_purge(path: str | os.PathLike[str]) -> None:
-    """Raises what ``purge`` would raise for ``path`` itself, and InvalidRequest where it is absent."""
+    """Raise what ``purge`` would raise for ``path`` itself, and InvalidRequest if it is absent."""
     folder = NodeFolder.at(path)
     try:
         with contextlib.ExitStack() as stack:
-            _check_owner(folder, _opened(folder, stack)[1], root_may=True)
+            _check_owner(folder, _open_both(folder, stack)[1], root_may=True)
     except FileNotFoundError:
         raise InvalidRequest("names", f"there is no node {folder.name!r} on this machine") from None
 
 
-def owned(path: str | os.PathLike[str]) -> bool:
-    """Return whether this user made that folder."""
+def is_own_folder(path: str | os.PathLike[str]) -> bool:
+    """Return True if the node folder at ``path`` belongs to this user."""
     with contextlib.suppress(InvalidRequest, OSError), contextlib.ExitStack() as stack:
         folder = NodeFolder.at(path)
-        _check_owner(folder, _opened(folder, stack)[1], root_may=False)
+        _check_owner(folder, _open_both(folder, stack)[1], root_may=False)
         return True
     return False
 
 
 def reap_embedded(shm_dir: str | os.PathLike[str]) -> list[str]:
-    """Purge folders of this user's embedded stores whose process is gone. Returns their names.
+    """Purge the folders of this user's embedded stores whose process has ended. Return their names.
 
-    What is another user's, root or not, and what is not a folder is left alone: it may be made to lead anywhere.
+    Folders of other users, even for root, and anything that is not a folder are left alone: they might lead anywhere.
     """
     reaped = []
     for name in folder_names(shm_dir, EMBEDDED_PREFIX):
-        if owned(Path(shm_dir) / name):
+        if is_own_folder(Path(shm_dir) / name):
             with contextlib.suppress(NodeBusy, InvalidRequest, OSError):
                 purge(Path(shm_dir) / name)
                 reaped.append(name.removeprefix(PREFIX))
     return reaped
 
 
-def _opened(folder: NodeFolder, stack: contextlib.ExitStack) -> tuple[int, int]:
-    """Descriptors of the directory above and of the folder itself."""
-    above = os.open(folder.path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    stack.callback(os.close, above)
+def _open_both(folder: NodeFolder, stack: contextlib.ExitStack) -> tuple[int, int]:
+    """Open the directory above and the folder itself; return both descriptors."""
+    parent_fd = os.open(folder.path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    stack.callback(os.close, parent_fd)
     try:
-        here = open_folder(folder.path.name, dir_fd=above)
+        folder_fd = open_folder(folder.path.name, dir_fd=parent_fd)
     except NotPlain:
         raise InvalidRequest("path", f"{folder.path} is not a folder, or is a link; remove it by hand") from None
     except PermissionError:
         raise InvalidRequest("path", f"{folder.path} belongs to another user") from None
-    stack.callback(os.close, here)
-    return above, here
+    stack.callback(os.close, folder_fd)
+    return parent_fd, folder_fd
 
 
-def _check_owner(folder: NodeFolder, here: int, root_may: bool) -> None:
-    owner = os.fstat(here).st_uid
+def _check_owner(folder: NodeFolder, folder_fd: int, root_may: bool) -> None:
+    owner = os.fstat(folder_fd).st_uid
     if owner != os.geteuid() and not (root_may and os.geteuid() == 0):
         raise InvalidRequest("path", f"{folder.path} belongs to user {owner}, who may purge it")
 
 
 def _lock(fd: int) -> None:
-    """Hold the lock. A process that checks whether a node lives shares it for a moment: then this is tried for longer.
-    An owner does not share it, and is not waited for. Raises BlockingIOError."""
-    for left in reversed(range(LOCK_TRIES)):
+    """Take the lock, or raise BlockingIOError if an owner holds it.
+
+    A process that checks whether the node is running shares the lock for a moment. Then the lock is tried again.
+    """
+    for tries_left in reversed(range(LOCK_TRIES)):
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not left:
+            if not tries_left:
                 raise
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # raises where an owner has it
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # raises if an owner holds it
         fcntl.flock(fd, fcntl.LOCK_UN)
         time.sleep(LOCK_RETRY_S)
 
 
-def _purge(folder: NodeFolder, above: int, here: int) -> None:
+def _purge(folder: NodeFolder, parent_fd: int, folder_fd: int) -> None:
     name = folder.lock_file.name
     try:
-        fd = open_plain(name, os.O_RDWR | os.O_CREAT, folder.file_mode, dir_fd=here)
+        fd = open_plain(name, os.O_RDWR | os.O_CREAT, folder.file_mode, dir_fd=folder_fd)
     except NotPlain:  # no process can hold it: an owner opens it the same way
-        remove(name, dir_fd=here)
-        fd = open_plain(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, folder.file_mode, dir_fd=here)
+        remove(name, dir_fd=folder_fd)
+        fd = open_plain(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, folder.file_mode, dir_fd=folder_fd)
     try:
         _lock(fd)
-        if not os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=here, follow_symlinks=False)):
+        if not os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=folder_fd, follow_symlinks=False)):
             return  # another purge was faster
-        _end_header(folder, here)
-        with os.scandir(here) as entries:
+        _clear_header(folder, folder_fd)
+        with os.scandir(folder_fd) as entries:
             names = [entry.name for entry in entries]
         for entry in names:
             if entry != name:
-                remove(entry, dir_fd=here)
-        # Last, under the lock: a daemon that opened the old lock file sees that it is gone and starts again.
-        os.unlink(name, dir_fd=here)
+                remove(entry, dir_fd=folder_fd)
+        # Last, under the lock: a daemon that has opened the old lock file notices that it is gone, and starts again.
+        os.unlink(name, dir_fd=folder_fd)
         with contextlib.suppress(FileNotFoundError):
-            os.rmdir(folder.path.name, dir_fd=above)
+            os.rmdir(folder.path.name, dir_fd=parent_fd)
     except BlockingIOError:
         raise NodeBusy(f"node {folder.name!r} is held by {holder(fd)}; stop it before purging {folder.path}") from None
     finally:
         os.close(fd)
 
 
-def _end_header(folder: NodeFolder, here: int) -> None:
-    """Clients that map the node see that it is gone."""
+def _clear_header(folder: NodeFolder, folder_fd: int) -> None:
+    """Clear the header, so that clients that map the node see that it is gone."""
     with contextlib.suppress(FileNotFoundError):
-        fd = open_plain(folder.header.name, os.O_RDWR, dir_fd=here)
+        fd = open_plain(folder.header.name, os.O_RDWR, dir_fd=folder_fd)
         try:
-            if os.fstat(fd).st_uid == os.fstat(here).st_uid:
+            if os.fstat(fd).st_uid == os.fstat(folder_fd).st_uid:
                 os.pwrite(fd, bytes(_HEAD_BYTES), 0)
         finally:
             os.close(fd)
@@ -538,12 +535,12 @@ _MAGIC: Final = b"KVSECRT1"
 
 
 def new_secret() -> bytes:
-    """A secret for a pool that is just made."""
+    """Draw a secret for a new pool."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 def write_secret(folder: NodeFolder, incarnation: int, secret: bytes) -> None:
-    """Put it there. Raises OutOfSpace where there is no memory for it."""
+    """Write the secret of a pool. Raises OutOfSpace if there is no memory for it."""
     folder.new_file(folder.secret, _FILE.size, _FILE.pack(_MAGIC, incarnation, secret))
 
 

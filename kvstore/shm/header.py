@@ -1,7 +1,7 @@
-"""Header: one page of 8-byte words that the daemon writes and every client of the node reads before each operation.
+"""Header: one page of 8-byte words that the daemon writes and each client reads before every operation.
 
-Clients notice through it, with one load each, that the index was rebuilt (``epoch``), that the segment is another one
-(``incarnation``; 0 = the node was purged), and whether the daemon is alive (``heartbeat_ns``). It is rewritten in
+A client notices with one load each that the index was rebuilt (``epoch``), that the segment was replaced
+(``incarnation``; 0: the node was purged), and whether the daemon is alive (``heartbeat_ns``). The page is rewritten in
 place, never replaced, so that maps made before a restart of the daemon see the new words.
 """
 
@@ -18,22 +18,22 @@ from kvstore.safe_files import open_plain
 from kvstore.shm.folder import NodeFolder
 
 HEADER_BYTES: Final = 4096
-FORMAT_VERSION: Final = 2  # of all files of a node's folder but those that have one of their own
+FORMAT_VERSION: Final = 2  # of all files of a node's folder that have no version of their own
 _MAGIC: Final = int.from_bytes(b"KVSTORE1", "little")
-_WORDS: Final = 18  # those in use
+_WORDS: Final = 18  # number of words in use
 
 
 class DaemonState(IntEnum):
-    """What the daemon last said of itself."""
+    """The state that the daemon has written last."""
 
     STARTING = 0
     READY = 1
     STOPPED = 2
-    ENDING = 3  # it saves what its memory holds, and takes no more
+    ENDING = 3  # it saves the content of its memory, and accepts no more
 
 
 class _Word:
-    """One word of the page as an attribute: reading is one aligned 8-byte load, assigning one store."""
+    """One word of the page as an attribute: reading is one aligned 8-byte load, and assigning one store."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -52,7 +52,7 @@ class _Word:
 class Header:
     """A mapped header page. Made by ``create`` or ``open``; ends with ``close()``.
 
-    Assigning needs a writable map (the daemon's); elsewhere it raises TypeError. ``words`` is the page itself.
+    Assigning needs a writable map (the daemon's); otherwise it raises TypeError. ``words`` is the page itself.
     """
 
     incarnation = _Word(2)  # random, not 0; drawn when the segment was made
@@ -62,13 +62,13 @@ class Header:
     pid = _Word(6)  # of the daemon
     heartbeat_ns = _Word(7)  # CLOCK_MONOTONIC, stored by the daemon each tick
     state = _Word(8)  # DaemonState
-    populated_bytes = _Word(11)  # of the segment: memory that has its pages already
-    next_extent = _Word(12)  # numbers below were used: none is used twice, whatever a restart forgets
+    populated_bytes = _Word(11)  # bytes of the segment whose memory is allocated
+    next_extent = _Word(12)  # smaller extent numbers were used; none is used twice, even after a restart
     verify_reads = _Word(13)  # 1: clients verify checksums on every read
-    names_forgotten = _Word(14)  # times that the node forgot names of roots: clients say theirs again
+    names_forgotten = _Word(14)  # how often the node has forgotten names of roots: clients then name theirs again
     growing_to = _Word(15)  # the incarnation that its files are getting; 0: none. See ``node.startup``
     puts_id = _Word(16)  # of its ``put_log.PutLog``; 0: none
-    mounts = _Word(17)  # segments of engines' own memory, see ``mounted``
+    mounts = _Word(17)  # number of mounted segments, see ``mounted``
 
     def __init__(self, path: Path, map_: mmap.mmap) -> None:
         self.path = path
@@ -77,7 +77,7 @@ class Header:
 
     @classmethod
     def create(cls, folder: NodeFolder, incarnation: int, extent_bytes: int, positions: int) -> Header:
-        """Write a fresh header for a new segment: state STARTING, this pid and boot, epoch and the rest 0.
+        """Write the header of a new segment: state STARTING, this pid and boot; epoch and the rest are 0.
 
         An older header is overwritten in place; clients that map it see the new incarnation.
 
@@ -88,11 +88,11 @@ class Header:
         path = folder.header
         try:
             header = cls(path, _map(path, writable=True))
-        except (FileNotFoundError, ValueError):  # ValueError: it is too short
+        except (FileNotFoundError, ValueError):  # ValueError: the file is too short
             folder.new_file(path, HEADER_BYTES, b"")
             header = cls(path, _map(path, writable=True))
         words = header.words
-        words[0] = 0  # a client that opens it now sees no header; the magic comes last
+        words[0] = 0  # a client that opens the header now sees none; the magic is stored last
         for position in range(1, _WORDS):
             words[position] = 0
         header.extent_bytes, header.positions = extent_bytes, positions
@@ -105,14 +105,14 @@ class Header:
 
     @classmethod
     def open(cls, folder: NodeFolder, writable: bool = False) -> Header | None:
-        """Map the header that is there. None where it is absent, too short, half written, or of a purged node.
+        """Map the existing header. Return None if it is absent, too short, incomplete, or of a purged node.
 
         Raises:
-            VersionMismatch: it is of another version of the file formats.
+            VersionMismatch: it has another version of the file formats.
         """
         try:
             header = cls(folder.header, _map(folder.header, writable))
-        except (FileNotFoundError, ValueError):  # ValueError: it is too short
+        except (FileNotFoundError, ValueError):  # ValueError: the file is too short
             return None
         magic, version = header.words[0], header.words[1]
         if magic != _MAGIC or header.incarnation == 0:
@@ -125,7 +125,7 @@ class Header:
 
     @property
     def boot_id(self) -> bytes:
-        """16 bytes: the boot in which it was created. Deadlines in records mean nothing in another boot."""
+        """16 bytes: the boot in which it was created. Deadlines in records are void in another boot."""
         return self.words[9].to_bytes(8, "little") + self.words[10].to_bytes(8, "little")
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Header:
 
 
 def unknown_version(folder: NodeFolder, what: str, version: int, known: int) -> VersionMismatch:
-    """What to raise where a node's sound file is of a version that this program cannot read."""
+    """Return the error for a sound file of a node whose version this program cannot read."""
     return VersionMismatch(
         f"node {folder.name!r} has {what} format {version}, this program knows {known}; "
         "run the same version on both sides (or `kvstore purge` the node)"
@@ -143,7 +143,7 @@ def unknown_version(folder: NodeFolder, what: str, version: int, known: int) -> 
 
 
 def boot_id() -> bytes:
-    """16 bytes that name the running boot of this machine; zeros where the kernel does not tell."""
+    """Return 16 bytes that identify the running boot of this machine; zeros if the kernel has no boot id."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return bytes.fromhex(file.read().strip().replace("-", ""))[:16].ljust(16, b"\0")

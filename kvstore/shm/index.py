@@ -1,18 +1,17 @@
-"""Index: page key -> address, in LMDB under ``index-<epoch>/``. The daemon writes, every client maps and reads.
+"""Index: page key -> address, in LMDB under ``index-<epoch>/``. The daemon writes it; clients map and read it.
 
-It is a hint that can always be rebuilt from the records: it is never made durable, and a damaged one is not repaired
-but replaced, under a new epoch that clients compare. Its size is fixed when an epoch is made; growing is a rebuild.
+The index is a hint that can always be rebuilt from the records. It is never made durable. A damaged index is not
+repaired but replaced, under a new epoch that clients compare. Its size is fixed when an epoch is made; to grow, it is
+rebuilt.
 
-A table of key -> address (16 bytes) per tier, and one of the reserved frames that are being written (``pending``). A
-page that is in two tiers has an entry in both. Each tier is prefix-closed on its own: for a chain of 10 pages, DRAM may
-hold the first 4 and NVMe the first 7; then 7 are stored. A lookup in a tier that the node does not have misses.
+It has a table of key -> address (16 bytes) per tier, and one of the reserved frames that are being written
+(``pending``). A page in two tiers has an entry in both. Each tier is prefix-closed on its own: DRAM may hold the first
+4 pages of a chain of 10 and NVMe the first 7; then 7 are stored. A lookup in a tier that the node does not have misses.
 
-WriteTxn: a write transaction of the daemon's index, and the memory that it may dirty.
-
-LMDB writes through the map of a sparse file: a store to a page that a full tmpfs cannot give would kill the process.
-So before a transaction dirties pages, ``Room`` makes sure that the file has memory for them, and some to spare. Worked
-example: 4 keys in a fresh transaction may dirty 32 + 4 * 6 = 56 pages; if the file has memory up to page 700 and LMDB
-uses 600, 100 are spare, and nothing is allocated.
+LMDB writes through the map of a sparse file. If a full tmpfs cannot give a page its memory, the store kills the
+process. So before a transaction (``WriteTxn``) dirties pages, ``MapMemory`` makes sure that the file has memory for
+them, and some to spare. Worked example: 4 keys in a new transaction may dirty 32 + 4 * 6 = 56 pages. If the file has
+memory up to page 700 and LMDB uses 600, 100 are spare, and nothing is allocated.
 """
 
 from __future__ import annotations
@@ -43,35 +42,38 @@ from kvstore.shm.lmdb_environment import (
     translate,
 )
 
-# Pages that one changed key may dirty: the path from the root (4 levels: 40 M keys) and splits. And what every
-# transaction dirties besides: roots of the tables, the list of free pages.
+# Pages that one changed key may dirty: the path from the root (4 levels: 40 M keys) and splits. Each transaction also
+# dirties some pages of its own: roots of the tables, and the list of free pages.
 PAGES_PER_KEY: Final = 6
 PAGES_PER_TXN: Final = 32
-# A page of a table holds 96 entries of 42 bytes, one that was just split half as many. Measured, of random keys: 66 on
-# average, 51 after all of them were replaced thirty times. Pages that a transaction frees are reused by the second one
-# after it, unless a reader is active.
+# A page of a table holds 96 entries of 42 bytes, and half as many after a split. Measured with random keys: 66 on
+# average, and 51 after all of them were replaced thirty times. Pages that a transaction frees are used again by the
+# second transaction after it, unless a reader is active.
 ENTRIES_PER_PAGE: Final = 47
 STEPS_IN_FLIGHT: Final = 2
 
 
 class Tables(NamedTuple):
-    """Handles of the index's tables: one per tier, and that of pages being written."""
+    """Handles of the index's tables: one per tier, and one for pages that are being written."""
 
     tiers: Mapping[Tier, Any]
     pending: Any
 
 
-class Room:
-    """The allocated memory of the index's map file at ``path``."""
+class MapMemory:
+    """The allocated memory of the index's map file at ``path``.
+
+    Attributes:
+        spare_pages: pages with memory that no transaction since the last ``ensure`` may have dirtied.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._allocated_pages = 0
         self.spare_pages = 0
-        """Pages that have memory and that no transaction since the last ``make`` may have dirtied."""
 
-    def make(self, pages: int, info: dict[str, Any]) -> None:
-        """Allocate memory for the ``pages`` that the transaction in progress may have dirtied, and some to spare.
+    def ensure(self, pages: int, info: dict[str, Any]) -> None:
+        """Allocate memory for ``pages`` pages that the current transaction may have dirtied, and some to spare.
 
         Args:
             info: LMDB's current information about the environment.
@@ -88,10 +90,10 @@ class Room:
         self.spare_pages = max(0, self._allocated_pages - used - pages)
 
     def reserve(self, entries: int, step_keys: int, info: dict[str, Any]) -> None:
-        """Reserve memory for an index of ``entries`` entries and the transactions of ``step_keys`` that fill it.
+        """Allocate memory for an index of ``entries`` entries, and for the transactions of ``step_keys`` that fill it.
 
         Raises:
-            IndexFull: there is not enough.
+            IndexFull: there is not enough memory.
         """
         step_pages = PAGES_PER_TXN + step_keys * PAGES_PER_KEY
         pages = max(int(info["last_pgno"]) + 1, entries // ENTRIES_PER_PAGE + STEPS_IN_FLIGHT * step_pages) + step_pages
@@ -107,19 +109,19 @@ class Room:
 class WriteTxn:
     """A write transaction of the daemon's index. Made by ``Index.begin``; used once, in one thread, as a context.
 
-    Leaving commits: readers see all of it or nothing. Leaving by an exception drops all of it. Verbs and the commit
-    raise IndexFull or IndexDamaged; then nothing of it is stored.
+    Leaving the context commits: readers see all of it or nothing. Leaving it by an exception drops all of it. Calls and
+    the commit raise IndexFull or IndexDamaged; then nothing is stored.
     """
 
-    __slots__ = ("_begin", "_tables", "_room", "_info", "_transaction", "_dirty_pages")
+    __slots__ = ("_begin", "_tables", "_memory", "_info", "_transaction", "_dirty_pages")
 
-    def __init__(self, begin: Any, tables: Tables, room: Room, info: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, begin: Any, tables: Tables, memory: MapMemory, info: Callable[[], dict[str, Any]]) -> None:
         self._begin = begin
         self._tables = tables
-        self._room = room
+        self._memory = memory
         self._info = info
         self._transaction: Any = None
-        self._dirty_pages = 0  # at most
+        self._dirty_pages = 0  # upper bound
 
     def __enter__(self) -> WriteTxn:
         try:
@@ -141,31 +143,31 @@ class WriteTxn:
             translate(damage)
 
     def put(self, tier: Tier, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
-        """Store or replace the address in that tier of each key (raw: 16 bytes, ``ADDRESS_DTYPE``)."""
+        """Store or replace the address of each key in that tier (raw: 16 bytes, ``ADDRESS_DTYPE``)."""
         self._put(self._tables.tiers[tier], keys, raw_addresses)
 
     def put_pending(self, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
-        """Store or replace the address of the frame in which each key's page is being written."""
+        """Store or replace the address of the frame in which the page of each key is being written."""
         self._put(self._tables.pending, keys, raw_addresses)
 
     def delete(self, tier: Tier, keys: Sequence[bytes]) -> int:
-        """Remove keys from a tier; those that are not there are skipped. Returns how many were."""
+        """Remove keys from a tier, and return how many had an entry."""
         return self._delete(self._tables.tiers[tier], keys)
 
     def delete_pending(self, keys: Sequence[bytes]) -> int:
-        """Remove keys from the pending table; those that are not there are skipped. Returns how many were."""
+        """Remove keys from the pending table, and return how many had an entry."""
         return self._delete(self._tables.pending, keys)
 
     def find(self, tier: Tier, key: bytes) -> Address | None:
-        """As ``Index.find``, with what this transaction wrote."""
+        """Return as ``Index.find``, including what this transaction has written."""
         return self._find(key, self._tables.tiers[tier])
 
     def find_pending(self, key: bytes) -> Address | None:
-        """As ``Index.find_pending``, with what this transaction wrote."""
+        """Return as ``Index.find_pending``, including what this transaction has written."""
         return self._find(key, self._tables.pending)
 
     def _put(self, table: Any, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
-        self._need(len(keys))
+        self._ensure_memory(len(keys))
         try:
             with self._transaction.cursor(table) as cursor:
                 cursor.putmulti(zip(keys, raw_addresses, strict=True))
@@ -173,7 +175,7 @@ class WriteTxn:
             translate(error)
 
     def _delete(self, table: Any, keys: Sequence[bytes]) -> int:
-        self._need(len(keys))
+        self._ensure_memory(len(keys))
         delete = self._transaction.delete
         try:
             return [delete(key, b"", table) for key in keys].count(True)
@@ -187,18 +189,18 @@ class WriteTxn:
         except (lmdb.Error, struct.error) as error:
             translate(error)
 
-    def _need(self, keys: int) -> None:
-        room = self._room
+    def _ensure_memory(self, keys: int) -> None:
+        memory = self._memory
         pages = keys * PAGES_PER_KEY if self._dirty_pages else PAGES_PER_TXN + keys * PAGES_PER_KEY
         self._dirty_pages += pages
-        room.spare_pages -= pages
-        if room.spare_pages < 0:
-            room.make(self._dirty_pages, self._info())
+        memory.spare_pages -= pages
+        if memory.spare_pages < 0:
+            memory.ensure(self._dirty_pages, self._info())
 
 
 __all__ = ["Index", "IndexCrowded", "IndexDamaged", "IndexFull", "WriteTxn"]
 
-SCAN_BATCH: Final = 4096  # entries read per transaction, so that a slow consumer holds no old version alive
+SCAN_BATCH: Final = 4096  # entries to read per transaction, so that a slow consumer keeps no old version in use
 
 _ADDRESS = struct.Struct("<IIQ")  # ADDRESS_DTYPE
 assert _ADDRESS.size == ADDRESS_DTYPE.itemsize
@@ -207,10 +209,10 @@ _address = Address._make
 
 
 class Index:
-    """One epoch's index. Made by ``open_writer`` (the daemon) or ``open_reader``; ends with ``close()``.
+    """The index of one epoch. Made by ``open_writer`` (the daemon) or ``open_reader``; ends with ``close()``.
 
-    Verbs may be called from any thread; write transactions wait for one another. Every verb raises IndexDamaged if the
-    index is damaged, after ``close``, and in a forked child (which may open its own).
+    Any thread may call it; write transactions wait for each other. Every call raises IndexDamaged if the index is
+    damaged, after ``close``, and in a forked child (which may open an index of its own).
     """
 
     def __init__(self, path: Path, epoch: int, environment: lmdb.Environment) -> None:
@@ -218,24 +220,27 @@ class Index:
         self.epoch = epoch
         self._environment: lmdb.Environment | None = environment
         self._tables = _open_tables(environment)
-        self._begin: Any = environment.begin  # bound once: it is on the path of every get
-        self._room = Room(path)
+        self._begin: Any = environment.begin  # bound once, because every get calls it
+        self._memory = MapMemory(path)
         _indexes.add(self)
 
     @classmethod
     def open_writer(
         cls, folder: NodeFolder, epoch: int, map_bytes: int, fresh: bool, tiers: Iterable[Tier] = ()
     ) -> Index:
-        """Open the daemon's index of ``epoch``: a new, empty one, or (not ``fresh``) the existing one.
+        """Open the daemon's index of ``epoch``: a new, empty one if ``fresh``, else the existing one.
 
-        ``map_bytes`` is the size of a new one: about 70 bytes per page, and the same again for what readers hold; an
-        existing one keeps its size. Make a new one only under an epoch that no client has seen: clients that have an
-        epoch open stay with its files. ``tiers``: of the node, in addition to those that every index has a table for.
+        Make a new one only under an epoch that no client has seen: clients that have opened an epoch keep its files.
+
+        Args:
+            map_bytes: size of a new index: about 70 bytes per page, and as much again for pages that readers hold. An
+                existing index keeps its size.
+            tiers: tiers of the node, in addition to those that every index has a table for.
 
         Raises:
-            IndexDamaged: not ``fresh``, and there is none, or it is cut short, of another format or unreadable.
-            IndexFull: no memory for a new one.
-            NodeBusy: this process reads it as another daemon's; close those readers first.
+            IndexDamaged: not ``fresh``, and the index is absent, cut short, of another format or unreadable.
+            IndexFull: there is no memory for a new one.
+            NodeBusy: this process reads it as the index of another daemon; close those readers first.
         """
         path = folder.index(epoch)
         if fresh:
@@ -250,13 +255,13 @@ class Index:
 
     @classmethod
     def open_reader(cls, folder: NodeFolder, epoch: int) -> Index | None:
-        """Open a client's index of ``epoch``; return None if it is absent or damaged."""
+        """Open a client's index of ``epoch``. Return None if it is absent or damaged."""
         path = folder.index(epoch)
         if env.stored_map_bytes(path) is None:
             return None
         try:
             return cls(path, epoch, env.open_shared(path, None, folder.file_mode))
-        except (lmdb.Error, OSError):  # OSError: it was removed
+        except (lmdb.Error, OSError):  # OSError: it was removed in the meantime
             return None
 
     @staticmethod
@@ -268,21 +273,21 @@ class Index:
         map_bytes: int,
         pending: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Make the index of ``new_epoch`` out of ``(key, raw address)`` pairs, the ``pages`` of each tier.
+        """Make the index of ``new_epoch`` from the ``(key, raw address)`` pairs of each tier, and of ``pending``.
 
-        Those of a tier are sorted and without equal keys; of equal keys in ``pending`` the first counts. It appears
-        whole at the end: a crash leaves the old one. The old epoch stays until ``remove``; readers use it until they
-        see the new one. Then call ``open_writer``.
+        The pairs of a tier are sorted and have no equal keys. Among equal keys in ``pending`` the first counts. The
+        index appears as a whole at the end; a crash leaves the old one. The old epoch stays until ``remove``, and
+        readers use it until they see the new one. Call ``open_writer`` afterwards.
 
         Raises:
-            IndexFull: it does not fit ``map_bytes`` or the available memory; nothing has changed.
+            IndexFull: it does not fit into ``map_bytes`` or the available memory; nothing has changed.
         """
         assert old_epoch is None or old_epoch < new_epoch, (old_epoch, new_epoch)
         env.make(folder.index(new_epoch), folder, map_bytes, pages, pending)
 
     @staticmethod
     def remove(folder: NodeFolder, epoch: int) -> None:
-        """Remove an epoch's files, if there are any. Readers that have it open keep what they see."""
+        """Remove an epoch's files, if there are any. Readers that have opened it keep what they see."""
         with contextlib.suppress(OSError):
             remove(folder.index(epoch))
 
@@ -304,7 +309,7 @@ class Index:
             translate(error)
 
     def find_many(self, tier: Tier, keys: Iterable[bytes]) -> list[bytes | None]:
-        """Raw addresses (``ADDRESS_DTYPE``) of pages in that tier, None where not stored; all of one moment."""
+        """Return the raw addresses (``ADDRESS_DTYPE``) of pages in that tier at one moment; None for absent ones."""
         table = self._tables.tiers[tier]
         if table is None:
             return [None for _ in keys]
@@ -314,10 +319,11 @@ class Index:
             translate(error)
 
     def longest(self, tier: Tier, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
-        """How many leading ``keys`` of a chain are in that tier, and the raw address of the last of them. A hint.
+        """Return how many leading ``keys`` of a chain are in that tier, and the raw address of the last one. A hint.
 
-        Looks at the last key first (a full hit costs one look) and at the first one (a full miss costs two), then
-        halves: right because no page is stored without the pages before it. ``keys`` may start anywhere in a chain.
+        The last key is looked up first (a full hit costs one look), then the first one (a full miss costs two). Then
+        the search halves the range, because no page is stored without the pages before it. ``keys`` may start anywhere
+        in a chain.
         """
         table = self._tables.tiers[tier]
         if not keys or table is None:
@@ -330,22 +336,22 @@ class Index:
             translate(error)
 
     def count(self, tier: Tier) -> int:
-        """How many pages are in that tier."""
+        """Return how many pages are in that tier."""
         return self._entries(self._tables.tiers[tier])
 
     def count_pending(self) -> int:
-        """How many pages are being written."""
+        """Return how many pages are being written."""
         return self._entries(self._tables.pending)
 
     def scan(self, tier: Tier) -> Iterator[tuple[bytes, bytes]]:
-        """``(key, raw address)`` of every page in that tier, by key.
+        """Yield ``(key, raw address)`` of every page in that tier, by key.
 
-        Reads ``SCAN_BATCH`` entries at a time: what is written in the meantime may or may not be seen.
+        It reads ``SCAN_BATCH`` entries at a time. Changes in the meantime may be seen or not.
         """
         return self._scan(self._tables.tiers[tier])
 
     def scan_pending(self) -> Iterator[tuple[bytes, bytes]]:
-        """``(key, raw address)`` of every page that is being written, by key."""
+        """Yield ``(key, raw address)`` of every page that is being written, by key."""
         return self._scan(self._tables.pending)
 
     def _scan(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
@@ -359,18 +365,18 @@ class Index:
             yield from batch
             if len(batch) < SCAN_BATCH:
                 return
-            start = batch[-1][0] + b"\0"  # the least key above
+            start = batch[-1][0] + b"\0"  # the smallest larger key
 
-    def hold(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
-        """``(key, raw address)`` of every page, by tier, as they are now, however late they are read.
+    def snapshot(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
+        """Return ``(key, raw address)`` of every page, by tier, as of now, even if they are read later.
 
-        Read them soon and in this thread, or drop them: until then no page of the file is used again.
+        Read the iterators soon and in this thread, or drop them: until then no page of the file is used again.
         """
         try:
             transaction = self._begin()
         except lmdb.Error as error:
             translate(error)
-        return {tier: _held(transaction, table) for tier, table in self._tables.tiers.items()}
+        return {tier: _entries_of(transaction, table) for tier, table in self._tables.tiers.items()}
 
     def _entries(self, table: Any) -> int:
         try:
@@ -381,19 +387,19 @@ class Index:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> WriteTxn:
-        """A write transaction: ``with index.begin() as txn``. Committed on exit, dropped whole on an exception."""
-        return WriteTxn(self._begin, self._tables, self._room, self._info)
+        """Return a write transaction, to be used as a context: ``with index.begin() as txn``."""
+        return WriteTxn(self._begin, self._tables, self._memory, self._info)
 
     def reserve(self, entries: int, step_keys: int) -> None:
-        """Reserve memory for ``entries`` entries, and for transactions of ``step_keys`` that change them.
+        """Allocate memory for ``entries`` entries, and for transactions of ``step_keys`` that change them.
 
         Raises:
-            IndexFull: there is not enough memory; the existing memory suffices for as much as before.
+            IndexFull: there is not enough memory. What was possible before still is.
         """
-        self._room.reserve(entries, step_keys, self._info())
+        self._memory.reserve(entries, step_keys, self._info())
 
     def clear_dead_readers(self) -> int:
-        """Free the places of readers that died inside a read, which keep old pages from reuse; returns how many."""
+        """Free the slots of readers that died inside a read, and return how many. They keep old pages from reuse."""
         try:
             return int(self._live().reader_check())
         except lmdb.Error as error:
@@ -401,20 +407,20 @@ class Index:
 
     @property
     def map_bytes(self) -> int:
-        """Size of the map, fixed when this epoch was made."""
+        """Size of the map, fixed when the epoch was made."""
         return int(self._info()["map_size"])
 
     def used_bytes(self) -> int:
-        """Bytes of the map that were ever used, pages that are free for reuse included."""
+        """Return how many bytes of the map were ever used, including pages that are free for reuse."""
         return (int(self._info()["last_pgno"]) + 1) * PAGE_BYTES
 
     def close(self) -> None:
-        """Every verb raises IndexDamaged from now on. The files stay; the last ``Index`` of this process unmaps."""
+        """Close the index: every call raises IndexDamaged from now on. The files stay."""
         _indexes.discard(self)
         self._drop()
 
     def _drop(self) -> None:
-        # Only references go, LMDB closes with the last one: a thread that is inside a read keeps its own.
+        # Only references are dropped: LMDB closes with the last one. A thread that is inside a read has its own.
         self._environment = None
         self._begin = _closed
 
@@ -438,7 +444,7 @@ def _open_tables(environment: lmdb.Environment) -> Tables:
     return Tables(tiers, environment.open_db(env.PENDING, create=False))
 
 
-def _held(transaction: Any, table: Any) -> Iterator[tuple[bytes, bytes]]:
+def _entries_of(transaction: Any, table: Any) -> Iterator[tuple[bytes, bytes]]:
     try:
         with transaction.cursor(table) as cursor:
             yield from cursor
@@ -447,12 +453,12 @@ def _held(transaction: Any, table: Any) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _leading(get: Any, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
-    """How many leading keys ``get`` finds, and the last one's value, where it does not find the last of ``keys``."""
+    """Return how many leading keys ``get`` finds, and the value of the last. The last of ``keys`` is known to miss."""
     last = get(keys[0]) if len(keys) > 1 else None
     if last is None:
         return 0, None
     low, high = 1, len(keys) - 1
-    while low < high:  # keys[:low] are there, keys[high] is not
+    while low < high:  # keys[:low] are present, keys[high] is absent
         middle = (low + high) // 2
         raw = get(keys[middle])
         if raw is None:

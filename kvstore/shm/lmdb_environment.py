@@ -1,9 +1,9 @@
-"""LMDB environments of this process: opened once each, shared, forgotten across a fork, and never short of memory.
+"""LMDB environments of this process: opened once each, shared, dropped in a forked child, and never short of memory.
 
-LMDB must not open an environment twice in one process, nor use one across a fork. So writer and readers of a process
-share it through a registry of weak references: the last ``Index`` that lets go closes it, and a thread that is inside
-a read keeps it for as long. In a forked child the parent's environments are dropped without closing them, since
-closing would free the parent's places in the table of readers; the child may then open its own.
+LMDB must not open an environment twice in one process, nor use one across a fork. So all writers and readers of a
+process share an environment through a registry of weak references. The last ``Index`` that drops its reference closes
+it; a thread that is inside a read has a reference of its own. A forked child drops its parent's environments without
+closing them, because closing would free the parent's slots in the table of readers. The child may open its own.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from kvstore.model.replica import Tier
 from kvstore.safe_files import check_plain, open_plain, remove
 from kvstore.shm.folder import NodeFolder, allocate
 
-READERS_MAX: Final = 1024  # read transactions at one time, over all processes of the node
+READERS_MAX: Final = 1024  # read transactions at a time, over all processes of the node
 PAGE_BYTES: Final = 4096
 MAP_BYTES_MIN: Final = 64 * PAGE_BYTES
-FILL_BATCH: Final = 65536  # entries per transaction: below LMDB's bound of dirty pages
-# The map file's memory is allocated this far ahead of what a transaction may dirty: LMDB writes through the map, and
-# a store to a page that a full tmpfs cannot give kills the process (SIGBUS).
+FILL_BATCH: Final = 65536  # entries per transaction: below LMDB's limit of dirty pages
+# The map file's memory is allocated this far ahead of what a transaction may dirty. LMDB writes through the map, and a
+# store to a page that a full tmpfs cannot give kills the process (SIGBUS).
 PAGES_AHEAD: Final = 512
 
-# A table of key -> address per tier, and one of the pages that are being written.
+# A table of key -> address per tier, and one for the pages that are being written.
 TIER_TABLES: Final = {Tier.DRAM: b"sealed", Tier.NVME: b"nvme", Tier.HBM: b"hbm"}
 PENDING: Final = b"pending"
 
 _META = struct.Struct("<16xII8xQ")  # LMDB 0.9: page header; magic, data version, address; map size
 _META_MAGIC: Final = 0xBEEFC0DE
 
-# No cached transactions: a cached one keeps its place in the shared table of readers, where a forked child that closes
-# would free it under the parent. Costs 0.1 us.
+# Transactions are not cached. A cached one keeps its slot in the shared table of readers; a forked child that closes
+# would free that slot under its parent. This costs 0.1 us per read.
 _COMMON: Final[dict[str, Any]] = {
     "subdir": True,
     "max_dbs": 1 + len(TIER_TABLES),
@@ -52,21 +52,21 @@ _COMMON: Final[dict[str, Any]] = {
     "readahead": False,
 }
 _WRITER: Final = _COMMON | {"sync": False, "metasync": False, "writemap": True, "map_async": True, "meminit": False}
-_READER: Final = _COMMON | {"readonly": True, "create": False, "map_size": 0}  # 0: as large as the writer made it
+_READER: Final = _COMMON | {"readonly": True, "create": False, "map_size": 0}  # 0: the size that the writer chose
 
 Entry = tuple[bytes, bytes]  # key, raw address
 
 
 class IndexDamaged(Exception):
-    """The index cannot be believed (or is closed). A reader takes it for a miss; the daemon rebuilds it."""
+    """The index cannot be trusted, or is closed. A reader treats this as a miss; the daemon rebuilds the index."""
 
 
 class IndexCrowded(IndexDamaged):
-    """All ``READERS_MAX`` places are taken. A reader takes it for a miss; the daemon clears dead readers each tick."""
+    """All ``READERS_MAX`` slots are taken. A reader treats this as a miss; the daemon clears dead readers each tick."""
 
 
 class IndexFull(Exception):
-    """No room, in the map or in memory. Nothing of that transaction is stored; the daemon rebuilds."""
+    """There is no room in the map or in memory. Nothing of the transaction is stored; the daemon rebuilds the index."""
 
 
 _DAMAGE: Final = (
@@ -85,35 +85,35 @@ _FULL: Final = (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError, lmdb.Memor
 
 
 def translate(error: Exception) -> NoReturn:
-    """Raise what an error of LMDB means here; what is our own bug (a key too long, say) is raised as it is."""
+    """Raise the meaning of an LMDB error. An error of our own (a key that is too long) is raised as it is."""
     if isinstance(error, _FULL):
         raise IndexFull(str(error)) from error
     if isinstance(error, lmdb.ReadersFullError):
         raise IndexCrowded(str(error)) from error
-    # A plain lmdb.Error (no subclass): used after another thread closed it. struct.error: not an address.
+    # lmdb.Error itself, not a subclass: used after another thread closed it. struct.error: not an address.
     if isinstance(error, (*_DAMAGE, struct.error)) or type(error) is lmdb.Error:
         raise IndexDamaged(str(error) or type(error).__name__) from error
     raise error
 
 
 def open_shared(path: Path, map_bytes: int | None, file_mode: int) -> lmdb.Environment:
-    """This process's environment of ``path``, opened if it is not open yet; for writing where ``map_bytes`` is given.
+    """Return this process's environment of ``path``, opened on first use; for writing if ``map_bytes`` is set.
 
     Raises:
-        NodeBusy: wanted for writing, and this process has it open for reading (as another daemon's).
+        NodeBusy: requested for writing, and this process has opened it for reading, as that of another daemon.
         lmdb.Error, OSError: it cannot be opened.
     """
     with _lock:
         status = os.stat(path / "data.mdb")
         identity = (status.st_dev, status.st_ino)
-        found = _environments.get(identity)
-        if found is None:
+        environment = _environments.get(identity)
+        if environment is None:
             options = _READER if map_bytes is None else _WRITER | {"map_size": map_bytes}
-            found = lmdb.open(str(path), mode=file_mode, **options)
-            _environments[identity] = found
-        elif map_bytes is not None and found.flags()["readonly"]:
+            environment = lmdb.open(str(path), mode=file_mode, **options)
+            _environments[identity] = environment
+        elif map_bytes is not None and environment.flags()["readonly"]:
             raise NodeBusy(f"this process has {path} open for reading; close that store before serving the node")
-        return found
+        return environment
 
 
 def make(
@@ -123,18 +123,19 @@ def make(
     pages: Mapping[Tier, Iterable[Entry]],
     pending: Iterable[Entry],
 ) -> None:
-    """A new environment at ``path`` of each tier's ``pages`` (by key), and ``pending`` (the first of a key counts).
+    """Make a new environment at ``path`` from the ``pages`` of each tier, and ``pending``.
 
-    It appears whole, under its name, at the end; what was there before is replaced.
+    The pages are sorted by key. Among equal keys in ``pending`` the first counts. The environment appears as a whole
+    at the end, and replaces an existing one.
 
     Raises:
-        IndexFull: it does not fit ``map_bytes`` or the memory there is. Nothing has changed.
+        IndexFull: it does not fit into ``map_bytes`` or the available memory. Nothing has changed.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     remove(temporary)
     os.mkdir(temporary, folder.dir_mode)
     try:
-        os.chmod(temporary, folder.dir_mode)  # whatever the umask
+        os.chmod(temporary, folder.dir_mode)  # independent of the umask
         tables = [(name, pages.get(tier, ()), True) for tier, name in TIER_TABLES.items()]
         _fill(temporary, folder, map_bytes, [*tables, (PENDING, pending, False)])
         remove(path)
@@ -149,16 +150,16 @@ def _fill(
     path: Path, folder: NodeFolder, map_bytes: int, tables: Iterable[tuple[bytes, Iterable[Entry], bool]]
 ) -> None:
     map_size = max(MAP_BYTES_MIN, -(-map_bytes // PAGE_BYTES) * PAGE_BYTES)
-    # Outside the registry: no other thread can know it under this name.
+    # Not in the registry: no other thread can know it under this name.
     environment = lmdb.open(str(path), mode=folder.file_mode, **(_WRITER | {"map_size": map_size}))
     try:
         for name in ("data.mdb", "lock.mdb"):
             os.chmod(path / name, folder.file_mode)
         allocate_map(path, min(map_size, PAGES_AHEAD * PAGE_BYTES))
-        for table_name, unread, in_order in tables:
-            table, entries = environment.open_db(table_name), iter(unread)
+        for table_name, pairs, in_order in tables:
+            table, entries = environment.open_db(table_name), iter(pairs)
             while batch := list(islice(entries, FILL_BATCH)):
-                # In key order pages fill up: 42 bytes per entry, branches and a margin. Out of order: half full.
+                # Sorted entries fill pages: 42 bytes per entry, branches and a margin. Others fill them by half.
                 pages = environment.info()["last_pgno"] + len(batch) // (64 if in_order else 24) + PAGES_AHEAD
                 allocate_map(path, min(map_size, pages * PAGE_BYTES))
                 with environment.begin(table, write=True) as transaction, transaction.cursor() as cursor:
@@ -168,7 +169,7 @@ def _fill(
 
 
 def allocate_map(path: Path, size_bytes: int) -> None:
-    """Give the first ``size_bytes`` of a map file their memory. Raises IndexFull where there is none."""
+    """Allocate the memory of the first ``size_bytes`` of a map file. Raises IndexFull if there is none."""
     # LMDB keeps its process locks on lock.mdb only, so opening and closing the data file here drops none of them.
     fd = open_plain(path / "data.mdb", os.O_RDWR)
     try:
@@ -180,12 +181,12 @@ def allocate_map(path: Path, size_bytes: int) -> None:
 
 
 def stored_map_bytes(path: Path) -> int | None:
-    """The map size of an environment; None where it is absent, of another format, or shorter than it was made.
+    """Return the map size of an environment; None if it is absent, of another format, or shorter than it was made.
 
-    The length matters: reading beyond the end of a mapped file is a SIGBUS, not an error.
+    The length matters: a read beyond the end of a mapped file raises SIGBUS, not an error.
     """
     try:
-        # LMDB follows links, so what it is going to open is looked at before; and not opened, for closing any
+        # LMDB follows links, so its files are checked before it opens them. They are not opened for that: closing any
         # descriptor of its lock file would drop the locks that this process has on it.
         check_plain(path, stat.S_IFDIR)
         check_plain(path / "lock.mdb", stat.S_IFREG)

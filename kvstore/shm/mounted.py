@@ -1,23 +1,23 @@
-"""MountedTable: the records of memory that an engine has mounted, written by that engine alone.
+"""MountedTable: the records of memory that an engine has mounted, written only by that engine.
 
-The file ``mounted-<number>`` of a node's folder; the number is one of its extents', and names no other ever::
+They are in the file ``mounted-<number>`` of a node's folder. The number is an extent number, and is never used again::
 
     0        head    magic, version, incarnation of the node, number, session, geometry, how the memory is exported,
-                     where pages lie in it (``model.shard``), sum
+                     where pages are in it (``model.shard``), checksum
     4 KiB    held    a word per frame, written by readers: until when a process reads there (CLOCK_MONOTONIC) ..
     rows    a row per frame (``model.replica.RecordFormat`` without a tail), written by the engine
 
-A row's life, all of it the engine's: its word is 0 (nothing is there) -> ``fill``: body first, the word SEALED last ->
-``retire``: the word RETIRING under the same generation, so that no reader begins there, and those that read may end ->
-``clear``: 0, and the frame may be written into. Generations are drawn from one counter and are never used again.
-In place of a lease's deadline a row has the page's span, see ``model.prefix``.
+The engine changes a row in this order. Its word is 0: the frame is empty. ``fill`` writes the body, and SEALED into the
+word last. ``retire`` writes RETIRING under the same generation: no new read begins, and running ones may end. ``clear``
+writes 0, and the frame may be written again. Generations come from one counter and are never used again. In place of a
+lease's deadline a row has the page's span, see ``model.prefix``.
 
-A reader stores ``held`` before it looks at a word, and looks at the word again when it has read. So ``held`` is a
-courtesy, which spares a reader a useless read: what makes its read right is that the generation is the same. The engine
-waits for it no longer than ``HOLD_NS``, whatever is written there.
+A reader stores ``held`` before it looks at a word, and looks at the word again after the read. So ``held`` only saves a
+reader from a useless read; the read is valid because the generation is unchanged. The engine waits for ``held`` no
+longer than ``HOLD_NS``, whatever value is written there.
 
-Where the engine's memory is shared memory, that is the file ``mounted-<number>-data``. Where others need a descriptor
-of it, the engine passes that at the socket ``mounted-<number>-pass``.
+If the engine's memory is shared memory, it is the file ``mounted-<number>-data``. If other processes need a descriptor
+of it, the engine passes one at the socket ``mounted-<number>-pass``.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from kvstore.safe_files import open_plain, remove
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.records import Words
 
-HOLD_NS: Final = 200_000_000  # that a frame which is taken back is kept for those who read there, at most
+HOLD_NS: Final = 200_000_000  # longest time that a retired frame is kept for its readers
 EXPORT_BYTES_MAX: Final = 1024
 
 _MAGIC: Final = int.from_bytes(b"KVMOUNT1", "little")
 _VERSION: Final = 2
 _PREFIX: Final = "mounted-"
-_HEAD_BYTES: Final = 4096  # enough for the longest export, and for strides of most layers and dimensions
+_HEAD_BYTES: Final = 4096  # enough for the longest export, and for strides with most layers and dimensions
 _PAGE: Final = 4096
 # magic, version, incarnation, number, session, page_bytes, page_tokens, layers, frames, kind of export, its length,
-# layers and dimensions of the strides, whose numbers follow the export
+# number of layers and of dimensions of the strides. The numbers of the strides follow the export.
 _HEAD: Final = struct.Struct("<13Q")
 _SEALED, _RETIRING = int(FrameState.SEALED), int(FrameState.RETIRING)
 _STATE: Final = np.uint64(0xFF)
@@ -60,22 +60,22 @@ _GENERATION_BITS: Final = np.uint64(8)
 
 
 def mounted_path(folder: NodeFolder, number: int) -> Path:
-    """Where the records of a segment are."""
+    """Return the path of a segment's records."""
     return folder.path / f"{_PREFIX}{number}"
 
 
 def data_path(folder: NodeFolder, number: int) -> Path:
-    """Where its memory is, if that is shared memory."""
+    """Return the path of its memory, if that is shared memory."""
     return folder.path / f"{_PREFIX}{number}-data"
 
 
 def passing_path(folder: NodeFolder, number: int) -> Path:
-    """Where its engine passes a descriptor of its memory, if that is what others open it by."""
+    """Return the path of the socket at which its engine passes a descriptor of its memory, if readers need one."""
     return folder.path / f"{_PREFIX}{number}-pass"
 
 
 def mounted_numbers(folder: NodeFolder) -> list[int]:
-    """Segments that have a file here, sound or not."""
+    """Return the numbers of segments that have a file here, sound or not."""
     try:
         names = os.listdir(folder.path)
     except FileNotFoundError:
@@ -85,8 +85,10 @@ def mounted_numbers(folder: NodeFolder) -> list[int]:
 
 
 def remove_mounted(folder: NodeFolder, number: int) -> None:
-    """Remove a segment's files; processes that have it mapped miss from here on. Its engine is dead, or does not need
-    it. May be repeated."""
+    """Remove the files of a segment whose engine has ended or does not need it. May be repeated.
+
+    Processes that have them mapped miss from then on.
+    """
     with contextlib.suppress(OSError):
         fd = open_plain(mounted_path(folder, number), os.O_RDWR)
         with open(fd, "r+b", buffering=0) as file:
@@ -99,15 +101,15 @@ def remove_mounted(folder: NodeFolder, number: int) -> None:
 
 
 class MountedTable:
-    """One segment's records, mapped. Made by ``create`` (the engine) or ``open``; unmapped with the last reference.
+    """The mapped records of one segment. Made by ``create`` (the engine) or ``open``; unmapped with the last reference.
 
     Attributes:
-        number, session, frame_class, frames: which segment it is, whose, and what its frames are.
-        strides: where pages lie in the memory.
-        kind, export: how readers come to the memory: see ``tier.peer_memory``.
-        words: ``[frames]``, strided; of readers read-only.
-        held: ``[frames]``, writable for everyone.
-        identity: ``[frames, bytes]``: key, root, extra and tokens of each page; of readers read-only.
+        number, session, frame_class, frames: number of the segment, its owner, and the class and number of frames.
+        strides: where pages are in the memory.
+        kind, export: how readers open the memory: see ``tier.peer_memory``.
+        words: ``[frames]``, strided; read-only for readers.
+        held: ``[frames]``, every process may write it.
+        identity: ``[frames, bytes]``: key, root, extra and tokens of each page; read-only for readers.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class MountedTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory, as far as it contains pages."""
+        """Bytes of the memory, up to the end of the last page."""
         return self.strides.nbytes(self.frames)
 
     @classmethod
@@ -146,7 +148,7 @@ class MountedTable:
         kind: int,
         export: bytes,
     ) -> MountedTable:
-        """The engine's; all frames are empty. Readers see the whole file or none.
+        """Make the engine's table with empty frames. Readers see the whole file or none.
 
         Raises:
             OutOfSpace: no memory for it; nothing is left behind.
@@ -168,20 +170,20 @@ class MountedTable:
 
     @classmethod
     def open(cls, folder: NodeFolder, number: int, incarnation: int) -> MountedTable | None:
-        """A reader's. None where there is none, or one that is not sound, or of another node: a doubt is a miss."""
+        """Open a reader's table. Return None if it is absent, damaged, or of another node: any doubt is a miss."""
         try:
             fd = open_plain(mounted_path(folder, number), os.O_RDWR)
         except OSError:
             return None
         try:
             size = os.fstat(fd).st_size
-            found = _sound(os.pread(fd, _HEAD_BYTES, 0), size, number, incarnation)
-            if found is None:
+            parsed = _parse_head(os.pread(fd, _HEAD_BYTES, 0), size, number, incarnation)
+            if parsed is None:
                 return None
-            head, export, strides = found
+            head, export, strides = parsed
             held = mmap.mmap(fd, _rows_at(head[8]) - _HEAD_BYTES, offset=_HEAD_BYTES)
             return cls(head, export, strides, mmap.mmap(fd, size, access=mmap.ACCESS_READ), held)
-        except (OSError, ValueError):  # it was truncated
+        except (OSError, ValueError):  # it was truncated in the meantime
             return None
         finally:
             os.close(fd)
@@ -189,8 +191,10 @@ class MountedTable:
     # --- for the engine ---------------------------------------------------------------------------------------------
 
     def fill(self, frames: Sequence[int], generation: int, keys: Keys, position: int, spans: Sequence[int]) -> None:
-        """These pages are in these frames, which are empty; the first under ``generation``, each other one under the
-        next. ``position``: of the first in its chain."""
+        """Write pages into these empty frames, under consecutive generations from ``generation`` on.
+
+        ``position``: place of the first page in its chain.
+        """
         fmt, identity = self.fmt, keys.identity_bytes
         width = len(identity) // len(keys)
         parents = [keys.parent, *keys.hashes]
@@ -204,54 +208,54 @@ class MountedTable:
             self.words[frame] = word_of(generation + i, FrameState.SEALED)
 
     def retire(self, frame: int) -> int:
-        """Forbid new reads of the frame; return the generation of the page, 0 where there is none."""
+        """Forbid new reads of the frame. Return the generation of its page; 0 if it has none."""
         generation, state = divmod(int(self.words[frame]), 256)
         if state == _SEALED:
             self.words[frame] = generation << 8 | _RETIRING
         return generation
 
     def is_held(self, frame: int, retired_ns: int) -> bool:
-        """Return whether a process still reads in that frame, which was retired then."""
+        """Return True if a process still reads in that frame, which was retired at ``retired_ns``."""
         now_ns = time.monotonic_ns()
         return now_ns < min(int(self.held[frame]), retired_ns + HOLD_NS)
 
     def clear(self, frame: int) -> None:
-        """The frame is empty: running reads there are void."""
+        """Mark the frame as empty: running reads there become void."""
         self.words[frame] = 0
 
     # --- for a start of the node ------------------------------------------------------------------------------------
 
     def sealed(self) -> npt.NDArray[np.int64]:
-        """Frames whose records say that a page is there, and are sound."""
+        """Return the frames with a sealed page whose record is sound."""
         frames = np.flatnonzero((self.words & _STATE) == _SEALED)
         digest, summed = xxhash.xxh3_64_intdigest, self.fmt.summed
         sound = [digest(self.rows[frame, summed].tobytes()) == int(self.sums[frame]) for frame in frames.tolist()]
-        kept: npt.NDArray[np.int64] = frames[np.array(sound, bool)]
-        return kept
+        sealed: npt.NDArray[np.int64] = frames[np.array(sound, bool)]
+        return sealed
 
     def generation(self, frame: int) -> int:
-        """Under which a page was last there."""
+        """Return the generation of the last page in this frame."""
         return int(self.words[frame] >> _GENERATION_BITS)
 
     def is_sealed(self, frame: int) -> bool:
-        """Return whether a page is there now, for all readers."""
+        """Return True if readers find a page in this frame now."""
         return int(self.words[frame]) & 0xFF == _SEALED
 
     def span(self, frame: int) -> int:
-        """The span of the page that is there."""
+        """Return the span of the page in this frame."""
         return int(self.spans[frame])
 
     def key(self, frame: int) -> bytes:
-        """The key of the page in this frame."""
+        """Return the key of the page in this frame."""
         return self.rows[frame, self.fmt.key].tobytes()
 
     def root(self, frame: int) -> bytes:
-        """The root of the chain of the page in this frame."""
+        """Return the root of the page in this frame."""
         return self.rows[frame, self.fmt.root].tobytes()
 
 
 def record_format(frame_class: FrameClass) -> RecordFormat:
-    """Rows without checksums, and without what only the node writes."""
+    """Return the format of rows without checksums, and without the fields that only the node writes."""
     return RecordFormat(frame_class.page_tokens, layers=0, tail=False)
 
 
@@ -259,8 +263,8 @@ def _rows_at(frames: int) -> int:
     return _HEAD_BYTES + -(-8 * frames // _PAGE) * _PAGE
 
 
-def _sound(data: bytes, size: int, number: int, incarnation: int) -> tuple[tuple[int, ...], bytes, Strides] | None:
-    """The head's words, the export, and where pages lie, where all of it fits together."""
+def _parse_head(data: bytes, size: int, number: int, incarnation: int) -> tuple[tuple[int, ...], bytes, Strides] | None:
+    """Return the words of the head, the export and the strides; None unless all of them are sound."""
     if len(data) < _HEAD_BYTES:
         return None
     head = _HEAD.unpack_from(data)
@@ -279,14 +283,14 @@ def _sound(data: bytes, size: int, number: int, incarnation: int) -> tuple[tuple
     strides = _strides(struct.unpack_from(f"<{2 + layers + 2 * dims}Q", data, strides_at), layers)
     if strides is None or strides.page_bytes != page_bytes:
         return None
-    # A row beyond the end of the file would be a SIGBUS, not a miss.
+    # A row beyond the end of the file would raise SIGBUS, not miss.
     if size != _rows_at(frames) + frames * record_format(FrameClass(page_bytes, page_tokens, page_layers)).row_bytes:
         return None
     return head, data[_HEAD.size : strides_at], strides
 
 
 def _strides(numbers: tuple[int, ...], layers: int) -> Strides | None:
-    """The strides in these numbers; None where they are not valid."""
+    """Return the strides that these numbers describe; None if they are not valid."""
     piece, block, *rest = numbers
     dims = rest[layers:]
     try:

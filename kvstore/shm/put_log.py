@@ -1,36 +1,35 @@
-"""PutLog: the file ``puts`` of a node's folder, in which clients publish what they have put, without a message.
+"""PutLog: the file ``puts`` of a node's folder, in which clients publish their puts without a message.
 
-Each session has a slot: three words and a ring of records. A record is the very request that the client would have
-sent (``SEAL_GRANTED``, say), so the daemon takes it in as if it had come over the socket::
+Each session has a slot: three words and a ring of records. A record is a request as the client would have sent it over
+the socket (``SEAL_GRANTED``, for example), and the daemon handles it like one that it has received there::
 
     0       head      magic, version, id, slots, bytes of a ring
     4 KiB   words     session[SLOTS]   published[SLOTS]   drained[SLOTS]   deciding
     8 KiB   rings     SLOTS times RING_BYTES:  | length, sum, request | length, sum, request | ...
 
-``published`` and ``drained`` are positions that only grow; a position's place is its remainder by ``RING_BYTES``. The
-client writes a record's bytes, then ``published``; the daemon performs what a record asks for, then stores ``drained``.
-So a record that is half written was never published, and one that was performed but not marked (a kill in between) is
-performed again, which changes nothing: its frames are not granted any more. The daemon alone writes ``session``,
-``drained`` and ``deciding`` (see ``shm.put_log``). A record lies in one piece: one that does not
-fit before the ring's end starts at its front.
+``published`` and ``drained`` are positions that only grow; the place of a position in the ring is its remainder by
+``RING_BYTES``. The client writes a record's bytes, then ``published``. The daemon performs a record, then stores
+``drained``. So a half-written record is never published. A record that was performed but not marked, because of a kill
+in between, is performed again. That changes nothing, because its frames are not granted any more. Only the daemon
+writes ``session``, ``drained`` and ``deciding``. A record is contiguous: if it does not fit before the end of the ring,
+it is written at the front.
 
-Worked example: the ring of slot 3 is taken in up to position 262,000 of 262,144 * n. A request of 500 bytes needs 520:
-``_SKIP`` is written at 262,000, the record is at the ring's front, and ``published`` becomes 262,144 + 520.
+Worked example: the ring of slot 3 is drained up to position 262,000, and a ring has 262,144 bytes. A request of 500
+bytes needs 520. ``_SKIP`` is written at 262,000, the record is at the ring's front, and ``published`` becomes
+262,144 + 520.
 
-A reader that misses a key looks whether it is in a part of a ring between ``drained`` and ``published``, as plain bytes
-(``holder``): what it finds there is a hint that the daemon should be asked to take in the logs, and proves nothing.
+A reader that misses a key looks for its bytes in the parts of all rings between ``drained`` and ``published``
+(``holder``). A match proves nothing. It is a hint to ask the daemon to drain the logs.
 
-Deciding: the mutex under which a node decides, which clients can see in its log of puts.
-
-A client takes a lease without a message: it publishes what it would have asked, and looks whether the node is just
-deciding. If it is not, every decision from now on takes that in before; so frames whose pages are still what they were
-are kept. If it is, the node may have looked already, and the client asks::
+The word ``deciding`` lets a client take a lease without a message. The client publishes the request, and then reads the
+word. If the node is not deciding, every later decision drains the log first. So frames whose pages are unchanged are
+kept. If the node is deciding, it may have read the log before, and the client sends the request (``Deciding``)::
 
     node                               client
-    deciding = 1                       published = ... (its LEASE is there)
+    deciding = 1                       published = ... (with its LEASE)
     fence                              fence
-    take in what is published          deciding? yes: ask
-    decide, perform                    no: do the pages' words still say what they said?
+    drain the log                      deciding? yes: send the request
+    decide, perform                    no: are the words of the pages unchanged?
     deciding = 0
 """
 
@@ -53,9 +52,9 @@ from kvstore.errors import OutOfSpace
 from kvstore.safe_files import open_plain
 from kvstore.shm.folder import NodeFolder, allocate
 
-SLOTS: Final = 64  # sessions that may publish at a time; those beyond ask for every put
-RING_BYTES: Final = 256 << 10  # of a slot: memory from its first session on
-REQUEST_BYTES_MAX: Final = RING_BYTES // 2 - 32  # a ring with nothing in it has room for one, wherever it begins
+SLOTS: Final = 64  # sessions that may publish at a time; further sessions send a request for every put
+RING_BYTES: Final = 256 << 10  # per slot; its memory is allocated with its first session
+REQUEST_BYTES_MAX: Final = RING_BYTES // 2 - 32  # an empty ring always has room for one, wherever it begins
 
 _MAGIC: Final = int.from_bytes(b"KVSPUTS1", "little")
 _VERSION: Final = 2
@@ -63,29 +62,31 @@ _HEAD: Final = struct.Struct("<5Q")
 _WORDS_AT: Final = 4096
 _RINGS_AT: Final = 8192
 _FILE_BYTES: Final = _RINGS_AT + SLOTS * RING_BYTES
-_RECORD: Final = struct.Struct("<QQ")  # length with this head and without padding; xxh3 of the request, by its position
-_SKIP: Final = (1 << 64) - 1  # in place of a length: the next record is at the ring's front
+# Length with this head and without padding; xxh3 of the request, seeded with its position.
+_RECORD: Final = struct.Struct("<QQ")
+_SKIP: Final = (1 << 64) - 1  # in place of a length: the next record is at the front of the ring
 _PUBLISHED_AT: Final = _WORDS_AT + 8 * SLOTS
 _DRAINED_AT: Final = _PUBLISHED_AT + 8 * SLOTS
 _DECIDING_AT: Final = _DRAINED_AT + 8 * SLOTS
-_CLOSED: Final = 1 << 63  # with a session's id, which has fewer bits: it publishes no more
-_SESSION, _PUBLISHED, _DRAINED, _DECIDING = 0, SLOTS, 2 * SLOTS, 3 * SLOTS  # of words
+_CLOSED: Final = 1 << 63  # added to a session's id, which has fewer bits: the session may not publish any more
+_SESSION, _PUBLISHED, _DRAINED, _DECIDING = 0, SLOTS, 2 * SLOTS, 3 * SLOTS  # places among the words
 
 assert _DECIDING_AT + 8 <= _RINGS_AT
 assert 2 * (REQUEST_BYTES_MAX + _RECORD.size) <= RING_BYTES
 
 
 class LogDamaged(Exception):
-    """What a slot says cannot be. Never leaves the node."""
+    """The content of a slot is not valid. Only the node raises and handles this."""
 
 
 class PutLog:
     """The mapped file. Made by ``create`` (the daemon) or ``open``; it is unmapped with the last reference.
 
     Attributes:
-        id: drawn when the file was made, and named by the node's header: another file is another log.
-        positions: up to which positions something is published, of all slots, and then ``drained``. For every lookup
-            that misses, so without a call of Python's.
+        id: drawn when the file was made, and stored in the node's header. Another id means another log.
+        positions: returns the published positions of all slots, then the drained ones, as bytes.
+        drained: returns the drained positions of all slots, as bytes. Both are C functions, because every lookup that
+            misses calls one of them.
     """
 
     def __init__(self, path: Path, map_: mmap.mmap, id_: int) -> None:
@@ -99,7 +100,7 @@ class PutLog:
 
     @classmethod
     def create(cls, folder: NodeFolder) -> PutLog:
-        """A new one in place of what is there. Raises OutOfSpace where there is no memory for its words."""
+        """Make a new log, in place of an old one. Raises OutOfSpace if there is no memory for its words."""
         id_ = secrets.randbits(63) | 1
         folder.new_file(folder.puts, _FILE_BYTES, _HEAD.pack(_MAGIC, _VERSION, id_, SLOTS, RING_BYTES), sparse=True)
         fd = open_plain(folder.puts, os.O_RDWR)
@@ -108,12 +109,12 @@ class PutLog:
         finally:
             os.close(fd)
         log = cls.open(folder, id_)
-        assert log is not None, "made just now"
+        assert log is not None, "it was made just now"
         return log
 
     @classmethod
     def open(cls, folder: NodeFolder, id_: int, writable: bool = True) -> PutLog | None:
-        """The log of that id; None where there is none, or one of another version."""
+        """Open the log of that id. Return None if it is absent, or has another version."""
         try:
             fd = open_plain(folder.puts, os.O_RDWR if writable else os.O_RDONLY)
         except OSError:
@@ -124,21 +125,21 @@ class PutLog:
             map_ = mmap.mmap(fd, _FILE_BYTES, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         finally:
             os.close(fd)
-        known = not id_ or _HEAD.unpack_from(map_) != (_MAGIC, _VERSION, id_, SLOTS, RING_BYTES)
-        return None if known else cls(folder.puts, map_, id_)
+        is_valid = bool(id_) and _HEAD.unpack_from(map_) == (_MAGIC, _VERSION, id_, SLOTS, RING_BYTES)
+        return cls(folder.puts, map_, id_) if is_valid else None
 
     # --- for readers ------------------------------------------------------------------------------------------------
 
     @property
-    def quiet(self) -> bool:
-        """Everything published has been taken in."""
-        found = self._map
-        return found[_PUBLISHED_AT:_DRAINED_AT] == found[_DRAINED_AT:_DECIDING_AT]
+    def is_drained(self) -> bool:
+        """True if all published records have been drained."""
+        map_ = self._map
+        return map_[_PUBLISHED_AT:_DRAINED_AT] == map_[_DRAINED_AT:_DECIDING_AT]
 
     def waiting(self) -> list[int]:
-        """Slots with records that have not been taken in."""
-        found = self._map
-        published, drained = found[_PUBLISHED_AT:_DRAINED_AT], found[_DRAINED_AT:_DECIDING_AT]
+        """Return the slots with records that have not been drained."""
+        map_ = self._map
+        published, drained = map_[_PUBLISHED_AT:_DRAINED_AT], map_[_DRAINED_AT:_DECIDING_AT]
         differs = int.from_bytes(published, "little") ^ int.from_bytes(drained, "little")
         slots = []
         while differs:
@@ -147,22 +148,22 @@ class PutLog:
             slots.append(slot)
         return slots
 
-    def holder(self, key: bytes, but: int = -1) -> int:
-        """The slot, other than ``but``, in which that key was published and not taken in; -1: none. A hint."""
-        return next((slot for slot in self.waiting() if slot != but and self.holds(key, slot)), -1)
+    def holder(self, key: bytes, exclude: int = -1) -> int:
+        """Return the slot, other than ``exclude``, with a pending record of that key; -1 if there is none. A hint."""
+        return next((slot for slot in self.waiting() if slot != exclude and self.holds(key, slot)), -1)
 
     def holds(self, key: bytes, slot: int) -> bool:
-        """Whether that key was published in this slot, and is not taken in. A hint."""
+        """Return True if this slot has a pending record of that key. A hint."""
         find = self._map.find
         return any(find(key, start, stop) >= 0 for start, stop in self._pending(slot))
 
     def pending(self, keys: list[bytes]) -> list[bytes]:
-        """Return those of these keys that were published in any slot and are not taken in. Hints."""
+        """Return the keys that have a pending record in any slot. Hints."""
         find, parts = self._map.find, [part for slot in self.waiting() for part in self._pending(slot)]
         return [key for key in keys if any(find(key, start, stop) >= 0 for start, stop in parts)] if parts else []
 
     def _pending(self, slot: int) -> list[tuple[int, int]]:
-        """Return the parts of the file, each from one byte up to another, with this slot's pending records."""
+        """Return the byte ranges of the file (start, stop) with this slot's pending records."""
         ring, start, stop = _RINGS_AT + slot * RING_BYTES, self._words[_DRAINED + slot], self._words[_PUBLISHED + slot]
         first, last = start % RING_BYTES, stop % RING_BYTES
         if start >= stop:
@@ -173,11 +174,14 @@ class PutLog:
             return [(ring + first, ring + last)]
         return [(ring + first, ring + RING_BYTES), (ring, ring + last)]
 
-    # --- for the client that has a slot -----------------------------------------------------------------------------
+    # --- for the client that owns a slot -----------------------------------------------------------------------------
 
     def append(self, slot: int, session: int, request: bytes) -> int:
-        """Publish a request; its position, once the daemon has taken in up to which it is done. 0: no room now, too
-        large, or the slot is not this session's (any more). One thread of one process calls it for a slot."""
+        """Publish a request and return the position after it; it is performed once the slot is drained up to there.
+
+        Return 0 if there is no room now, the request is too large, or the slot does not belong to this session any
+        more. Only one thread of one process may call this for a slot.
+        """
         words = self._words
         published = words[_PUBLISHED + slot]
         room = RING_BYTES - (published - words[_DRAINED + slot])
@@ -199,26 +203,26 @@ class PutLog:
         words[_PUBLISHED + slot] = published + size
         return published + size
 
-    def left(self, slot: int, session: int) -> list[bytes]:
-        """Return what this session published here and the node will not take in."""
+    def undrained(self, slot: int, session: int) -> list[bytes]:
+        """Return the requests that this session has published here and that the node will not drain any more."""
         try:
             return [request for _, request in self.records(slot)] if self._words[_SESSION + slot] == session else []
         except LogDamaged:
             return []
 
-    def marked(self, slot: int) -> int:
-        """Up to which position the daemon is through."""
+    def drained_position(self, slot: int) -> int:
+        """Return the position up to which the daemon has performed this slot's records."""
         return self._words[_DRAINED + slot]
 
     def published(self, slot: int) -> int:
-        """Up to which position there is something."""
+        """Return the position up to which this slot has records."""
         return self._words[_PUBLISHED + slot]
 
     # --- for the daemon ---------------------------------------------------------------------------------------------
 
     @property
     def deciding(self) -> bool:
-        """The daemon is deciding, and may have looked at the log before."""
+        """True while the daemon is deciding. It may have read the log before."""
         return bool(self._words[_DECIDING])
 
     @deciding.setter
@@ -226,20 +230,20 @@ class PutLog:
         self._words[_DECIDING] = int(value)
 
     def session(self, slot: int) -> int:
-        """The session of a slot; 0 if it is free, or if its session has stopped publishing."""
+        """Return the session of a slot; 0 if it is free, or if its session may not publish any more."""
         session = self._words[_SESSION + slot]
         return session if session < _CLOSED else 0
 
     def sessions(self) -> dict[int, int]:
-        """The slot of each session that has one."""
+        """Return the slot of each session that has one."""
         words = self._words
         return {words[_SESSION + slot] & ~_CLOSED: slot for slot in range(SLOTS) if words[_SESSION + slot]}
 
-    def give(self, session: int) -> int | None:
-        """The session's slot: the one that it has, or a free one. None: there is none, no memory, or it is closed."""
-        taken = self.sessions()
-        if session in taken:
-            return taken[session] if self.session(taken[session]) else None
+    def assign(self, session: int) -> int | None:
+        """Return the session's slot: its own one, or a free one. None if it is closed, or no slot or memory is free."""
+        slots = self.sessions()
+        if session in slots:
+            return slots[session] if self.session(slots[session]) else None
         free = next((slot for slot in range(SLOTS) if not self._words[_SESSION + slot]), None)
         if free is None or not self._allocate(free):
             return None
@@ -248,7 +252,7 @@ class PutLog:
         return free
 
     def _allocate(self, slot: int) -> bool:
-        """Memory for a ring, so that no store of a client dies of SIGBUS."""
+        """Allocate a ring's memory, so that no store of a client raises SIGBUS. Return False if there is none."""
         try:
             fd = open_plain(self.path, os.O_RDWR)
         except OSError:  # the folder was removed
@@ -262,24 +266,26 @@ class PutLog:
         return True
 
     def close(self, slot: int) -> None:
-        """The slot's session may publish no more. No other session may publish here until it has ended: it may be in
-        the middle."""
+        """Forbid the slot's session to publish.
+
+        It may be publishing now. So no other session gets the slot before this one has ended.
+        """
         self._words[_SESSION + slot] |= _CLOSED
         self.skip(slot)
 
     def free(self, slot: int) -> None:
-        """The slot's session has ended."""
+        """Free the slot of a session that has ended."""
         self._words[_SESSION + slot] = 0
 
     def records(self, slot: int) -> Iterator[tuple[int, bytes]]:
-        """``(position after it, request)`` of what was published until now and not taken in, copied, oldest first.
+        """Yield ``(position after it, request)`` of each record that is pending now, copied, oldest first.
 
         Raises:
-            LogDamaged: what is there was not written by ``append``.
+            LogDamaged: the ring has bytes that ``append`` did not write.
         """
         position, stop = self._words[_DRAINED + slot], self._words[_PUBLISHED + slot]
         if not 0 <= stop - position <= RING_BYTES or (position | stop) % 8:
-            raise LogDamaged(f"published {stop}, taken in {position}")
+            raise LogDamaged(f"published {stop}, drained {position}")
         ring = _RINGS_AT + slot * RING_BYTES
         while position < stop:
             at = position % RING_BYTES
@@ -293,18 +299,18 @@ class PutLog:
                 raise LogDamaged(f"a record of {length} bytes at {position}")
             request = self._map[ring + at + _RECORD.size : ring + at + length]
             if xxhash.xxh3_64_intdigest(request, position) != digest:
-                raise LogDamaged(f"the sum of the record at {position} does not hold")
+                raise LogDamaged(f"the checksum of the record at {position} does not match")
             position += size
             yield position, request
         if position > stop:
             raise LogDamaged(f"published {stop}, records up to {position}")
 
     def mark(self, slot: int, position: int) -> None:
-        """Everything up to there was performed."""
+        """Record that everything up to this position was performed."""
         self._words[_DRAINED + slot] = position
 
     def skip(self, slot: int) -> None:
-        """Nothing that was published here so far counts (any more)."""
+        """Discard everything that was published here so far."""
         self._words[_DRAINED + slot] = self._words[_PUBLISHED + slot]
 
 
@@ -313,8 +319,10 @@ def _padded(length: int) -> int:
 
 
 class Deciding:
-    """``with deciding:`` stands around every decision, and what is published is taken in first. A node that is killed
-    in it leaves the word as it is: clients ask, and the next node sets it right with its first decision.
+    """The mutex under which a node decides. Clients can see it in the node's log of puts.
+
+    ``with deciding:`` encloses every decision, and drains come first. A node that is killed inside leaves the word set.
+    Then clients send requests, and the next node clears the word with its first decision.
     """
 
     def __init__(self, puts: PutLog | None) -> None:
@@ -326,7 +334,7 @@ class Deciding:
         self._lock.acquire()
         if self._puts is not None:
             self._puts.deciding = True
-            with self._fence:  # any operation on a lock is a full fence: what is read from here on is read after it
+            with self._fence:  # any operation on a lock is a full fence: later reads come after the store
                 pass
 
     def __exit__(self, *_: object) -> None:

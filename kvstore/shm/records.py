@@ -1,23 +1,16 @@
 """The tables of an extent in shared memory: records, which the daemon writes, and uses, which clients write.
 
-ExtentTable: what is written down about the frames of one extent, as arrays over shared memory.
+``records-<extent>`` (``ExtentTable``) is one page of header and then a row per frame (``model.replica.RecordFormat``).
+Only the daemon writes it. On x86-64, stores become visible in their order. So a record is written body first and state
+word last; to end it, the word is written first. An extent belongs to one tier. Frames on NVMe have their token ids and
+checksums in front of them on the device, so the tables of such an extent are lean: 96 bytes of record and the last use
+per frame, whatever the class.
 
-``records-<extent>`` is one page of header and then a row per frame (``model.replica.RecordFormat``), written by the
-daemon alone. Clients write ``uses-<extent>`` (``shm.records``). On x86-64 stores become visible in their order, so the
-protocol of a record is: body first, its word last; and to end it, the word first.
-
-An extent belongs to one tier. What lies on NVMe has its token ids and checksums in front of it on the device, so the
-tables of such an extent are lean: 96 bytes of record and the last use per frame, whatever the class.
-
-Record: a copy of what an extent's table says of one frame.
-
-Uses: what clients write in addition to the records of an extent: last uses, and the progress of writers.
-
-``uses-<extent>`` is a head and columns, a row per frame in each: when its page was used last (8 bytes), the generation
-that its progress is about (8), and the progress of each shard (a byte). Progress is the number of leading layers that a
-shard has finished; it counts under the frame's own generation alone, so that an earlier page's is never mistaken. A
-byte counts to 255: deeper layers of a page are not shown before it is sealed. Extents where clients do not write pages
-have the first column alone: ``shards`` is 0.
+``uses-<extent>`` (``Uses``) is a head and columns, with a row per frame in each: when its page was last used (8 bytes),
+the generation that its progress belongs to (8), and the progress of each shard (a byte). Progress is the number of
+leading layers that a shard has finished. It counts only under the frame's own generation, so it is never mistaken for
+that of an earlier page. A byte counts to 255: deeper layers become visible with the seal. Extents into which clients do
+not write pages have only the first column: ``shards`` is 0.
 """
 
 from __future__ import annotations
@@ -41,7 +34,7 @@ from kvstore.shm.header import unknown_version
 
 
 class Record(NamedTuple):
-    """A copy of one frame's record. Whether it still is that, the word in the table says."""
+    """A copy of one frame's record. It is current as long as the word in the table is the same."""
 
     raw: bytes
     fmt: RecordFormat
@@ -53,17 +46,17 @@ class Record(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """See ``ExtentTable.key``."""
+        """The page's key."""
         return self.raw[RecordFormat.key]
 
     @property
     def root(self) -> bytes:
-        """See ``ExtentTable.root``."""
+        """The root of the page's chain."""
         return self.raw[RecordFormat.root]
 
     @property
     def extra(self) -> bytes:
-        """See ``ExtentTable.extra``."""
+        """The digest of media in the page, see ``model.prefix``."""
         return self.raw[RecordFormat.extra]
 
     @property
@@ -73,12 +66,12 @@ class Record(NamedTuple):
 
     @property
     def identity(self) -> bytes:
-        """Key, root, extra and token ids."""
+        """Key, root, extra and token ids, as bytes."""
         return self.raw[self.fmt.identity]
 
     @property
     def parent(self) -> bytes:
-        """See ``ExtentTable.parent``."""
+        """The key of the page before, or the root."""
         return self.raw[self.fmt.parent]
 
     @property
@@ -88,16 +81,16 @@ class Record(NamedTuple):
 
     @property
     def checksums(self) -> npt.NDArray[np.uint32]:
-        """One per layer, once they are ``stamped``."""
+        """One per layer, valid once ``stamped``."""
         return np.frombuffer(self.raw[self.fmt.checksums], "<u4")
 
     @property
     def stamped(self) -> bool:
-        """The checksums are there."""
+        """True once the checksums are written."""
         return bool(self.info >> 48 & STAMPED)
 
     def is_sound(self) -> bool:
-        """Identity and parent are what was written, by their sum."""
+        """Return True if identity and parent match their checksum."""
         return xxhash.xxh3_64_intdigest(self.raw[self.fmt.summed]) == self._word(self.fmt.identity_sum)
 
     def _word(self, offset: int) -> int:
@@ -117,7 +110,7 @@ class Uses:
     """A mapped ``uses-<extent>``. Made by ``open``; ends with ``close``.
 
     Attributes:
-        last_use: ``[frames]``, on the clock of ``time.monotonic_ns``; writable for everyone.
+        last_use: ``[frames]``, on the clock of ``time.monotonic_ns``; every process may write it.
     """
 
     def __init__(self, map_: mmap.mmap, frames: int, shards: int) -> None:
@@ -130,20 +123,20 @@ class Uses:
 
     @staticmethod
     def bytes_of(frames: int, shards: int) -> int:
-        """Length of the file."""
+        """Return the length of the file."""
         return _MARKS_HEAD.size + frames * (8 + 8 + shards if shards else 8)
 
     @staticmethod
     def head(incarnation: int, extent: int, frames: int, shards: int) -> bytes:
-        """What the file begins with."""
+        """Return the first bytes of the file."""
         return _MARKS_HEAD.pack(_MARKS_MAGIC, _VERSION, incarnation, extent, frames, shards)
 
     @classmethod
     def open(cls, folder: NodeFolder, extent: int, incarnation: int, frames: int, shards: int) -> Uses | None:
-        """Map the file; None where it is absent, cut, or another extent's.
+        """Map the file. Return None if it is absent, cut short, or of another extent.
 
         Raises:
-            VersionMismatch: it is of another version of the file format.
+            VersionMismatch: it has another version of the file format.
         """
         try:
             map_ = map_whole(folder.uses(extent), True)
@@ -154,16 +147,15 @@ class Uses:
             if magic == _MARKS_MAGIC and version != _VERSION:
                 map_.close()
                 raise unknown_version(folder, f"uses-{extent}", version, _VERSION)
-            whole = len(map_) == cls.bytes_of(frames, shards)
-            if whole and magic == _MARKS_MAGIC and named == [incarnation, extent, frames, shards]:
+            is_whole = len(map_) == cls.bytes_of(frames, shards)
+            if is_whole and magic == _MARKS_MAGIC and named == [incarnation, extent, frames, shards]:
                 return cls(map_, frames, shards)
         map_.close()
         return None
 
     @classmethod
     def make(cls, folder: NodeFolder, extent: int, incarnation: int, frames: int, shards: int) -> Uses | None:
-        """The file for an extent that has none, or none that is sound: nothing was used yet. None: there is no memory
-        for it."""
+        """Make and map a new file without any use. Return None if there is no memory for it."""
         try:
             head = cls.head(incarnation, extent, frames, shards)
             folder.new_file(folder.uses(extent), cls.bytes_of(frames, shards), head)
@@ -173,7 +165,7 @@ class Uses:
 
     @staticmethod
     def rename(folder: NodeFolder, extent: int, old: int, new: int) -> None:
-        """A file of incarnation ``old`` is one of ``new`` from here on; any other stays as it is."""
+        """Change the incarnation of a file from ``old`` to ``new``. Any other file stays as it is."""
         try:
             fd = open_plain(folder.uses(extent), os.O_RDWR)
         except OSError:
@@ -186,28 +178,28 @@ class Uses:
             os.close(fd)
 
     def begin(self, frames: Frames, generations: Words) -> None:
-        """Pages of these generations are about to be written there. What was shown of them stays."""
-        begun = self._generations[frames]
-        if (begun != generations).any():
-            self._progress[frames][begun != generations] = 0
-            begun[:] = generations
+        """Prepare frames for pages of these generations. Progress of these pages that is already stored stays."""
+        stored = self._generations[frames]
+        if (stored != generations).any():
+            self._progress[frames][stored != generations] = 0
+            stored[:] = generations
 
     def levels(self, generations: Words, layers: int) -> npt.NDArray[Any]:
-        """What to store for each of these pages after 0, 1, ... ``layers`` layers: ``[layers + 1, pages]``."""
+        """Return what to store for these pages after 0, 1, ... ``layers`` layers: ``[layers + 1, pages]``."""
         counts = np.minimum(np.arange(layers + 1), _LEVEL_MAX).astype(np.uint8)
         return counts.repeat(len(generations)).reshape(layers + 1, -1)  # broadcast_to takes longer
 
-    def shown(self, frames: Frames, shard: int) -> npt.NDArray[Any]:
-        """Where a shard stores that."""
+    def progress(self, frames: Frames, shard: int) -> npt.NDArray[Any]:
+        """Return the view in which a shard stores its progress."""
         return self._progress[frames, shard]
 
     def leading(self, frames: Frames, generations: Words) -> npt.NDArray[np.int64]:
-        """How many leading layers of these pages each shard has shown, ``[pages, shards]``."""
-        begun = self._generations[frames] == generations  # before the progress is read: that was reset first
-        return np.where(begun[:, None], self._progress[frames], 0).astype(np.int64)
+        """Return how many leading layers of these pages each shard has finished, ``[pages, shards]``."""
+        is_current = self._generations[frames] == generations  # read first: progress is reset before the generation
+        return np.where(is_current[:, None], self._progress[frames], 0).astype(np.int64)
 
     def close(self) -> None:
-        """Unmap. Where a caller still holds a view, the map lives until that view is gone."""
+        """Unmap. If a caller still has a view, the map stays until the view is gone."""
         for name in ("last_use", "_generations", "_progress"):
             self.__dict__.pop(name, None)
         with contextlib.suppress(BufferError):
@@ -215,7 +207,7 @@ class Uses:
 
 
 def map_whole(path: Path, writable: bool) -> mmap.mmap:
-    """Map a plain file. Raises as ``open_plain``, and ValueError where it is empty."""
+    """Map a plain file. Raises as ``open_plain``, and ValueError if it is empty."""
     fd = open_plain(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
         return mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
@@ -226,26 +218,26 @@ def map_whole(path: Path, writable: bool) -> mmap.mmap:
 RECORDS_HEAD_BYTES: Final = 4096
 
 _MAGIC: Final = int.from_bytes(b"KVRECRD1", "little")
-# magic, version, incarnation, extent, position, page_bytes, page_tokens, layers, frames, tier, sum of what is before it
+# magic, version, incarnation, extent, position, page_bytes, page_tokens, layers, frames, tier, sum of the words before
 _HEAD = struct.Struct("<11Q")
 _SUMMED_BYTES: Final = _HEAD.size - 8
-_COPIES_AT: Final = (0, 2048)  # of the head
+_COPIES_AT: Final = (0, 2048)  # where the two copies of the head begin
 _TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # as the head numbers them
 _KEY_AND_ROOT: Final = struct.Struct(f"<{RecordFormat.key.start}x{KEY_BYTES}s{KEY_BYTES}s")
-_HEADLESS: Final = (Tier.DRAM,)  # nothing stands before their frames: the records say all of it
-_SHARDS: Final = {Tier.HBM: 0, Tier.DRAM: SHARDS_MAX, Tier.NVME: 0}  # of the uses: clients write to DRAM alone
+_HEADLESS: Final = (Tier.DRAM,)  # tiers without a header before each frame: their records are complete
+_SHARDS: Final = {Tier.HBM: 0, Tier.DRAM: SHARDS_MAX, Tier.NVME: 0}  # of the uses: clients write only to DRAM
 
 
 class ExtentTable:
     """The mapped tables of one extent. Made by ``create`` (the daemon) or ``open``; ends with ``close`` or ``unlink``.
 
     Attributes:
-        extent, position, frame_class, frames: what this extent is and where in its tier's segment it lies.
+        extent, position, frame_class, frames: number, position in the tier's segment, and geometry.
         tier: where its frames are.
-        fmt: byte offsets inside a row; of an NVMe extent ``frame_class.lean``.
+        fmt: byte offsets inside a row; for an NVMe extent ``frame_class.lean``.
         rows: ``[frames, row_bytes]`` uint8, read-only except for the daemon.
         words: ``[frames]``, strided: generation << 8 | state of each frame (``model.replica.word_of``).
-        uses: what clients write; ``last_use`` is its column of that name, writable for everyone.
+        uses: the table that clients write; ``last_use`` is its column of that name.
     """
 
     extent: int
@@ -273,7 +265,7 @@ class ExtentTable:
         self._columns = self.rows.view("<u8")  # [frames, row_bytes / 8]
         self.words = self._columns[:, 0]
         self.uses, self.last_use = uses, uses.last_use
-        self._used = uses.last_use.data  # read one by one: half as long as out of an array
+        self._used = uses.last_use.data  # reading one value takes half as long as from an array
 
     @classmethod
     def create(
@@ -287,12 +279,15 @@ class ExtentTable:
         tier: Tier = Tier.DRAM,
         files: TableFiles | None = None,
     ) -> ExtentTable:
-        """Make its files, all frames FREE with generation 0, and map them writable.
+        """Make the files, with all frames FREE and generation 0, and map them writable.
 
-        Files of that number which a dead daemon left are replaced. Readers see a whole table or none: the others are
-        there before the records, whose header is summed. ``incarnation`` is that of the tier's segment (of NVMe: of
-        the devices), so that tables of another one are never believed. ``files``: made before, for this class and
-        tier; then no memory and no descriptor is needed.
+        Files of that number that a dead daemon left are replaced. Readers see a complete table or none: the uses file
+        appears first, and the records have a header with a checksum.
+
+        Args:
+            incarnation: that of the tier's segment (on NVMe: of the devices), so that tables of another one are
+                never trusted.
+            files: files that were made before for this class and tier. Then no memory or descriptor is needed.
 
         Raises:
             OutOfSpace: no memory for the tables; nothing is left behind.
@@ -306,19 +301,19 @@ class ExtentTable:
         packed = _HEAD.pack(*head, 0)[:_SUMMED_BYTES]
         packed += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
         both = b"".join(packed.ljust(_COPIES_AT[1], b"\0") for _ in _COPIES_AT)
-        records, uses = files.become(folder, extent, both, Uses.head(incarnation, extent, frames, _SHARDS[tier]))
+        records, uses = files.assign(folder, extent, both, Uses.head(incarnation, extent, frames, _SHARDS[tier]))
         return cls(folder, _HEAD.unpack_from(records, _COPIES_AT[0]), records, uses)
 
     @classmethod
     def open(cls, folder: NodeFolder, extent: int, incarnation: int, writable: bool = False) -> ExtentTable | None:
-        """Map the tables of ``extent``. ``writable`` maps the records for writing too (the daemon's view).
+        """Map the tables of ``extent``. ``writable``: map the records for writing too (the daemon's view).
 
-        None where records or uses are absent or of another size or incarnation, or both copies of the header are
-        damaged: a doubt is a miss. Nothing is changed, but by the daemon: it repairs a damaged copy of the header, and
-        makes new uses where they are absent or damaged.
+        Return None if records or uses are absent or of another size or incarnation, or if both copies of the header
+        are damaged: any doubt is a miss. Readers change nothing. The daemon repairs a damaged copy of the header, and
+        makes new uses if they are absent or damaged.
 
         Raises:
-            VersionMismatch: it is whole, and of another version of the file format.
+            VersionMismatch: the file is sound, and of another version of the file format.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -336,13 +331,13 @@ class ExtentTable:
             return cls(folder, head, records, uses)
 
     def forget_writers(self, frames: Any) -> None:
-        """These frames are free: their records name no writer."""
+        """Remove the writers from the records of these frames, which are free."""
         if self.fmt.tail:
             self.rows[frames, self.fmt.writing] = 0
 
     @staticmethod
     def rename(folder: NodeFolder, extent: int, old: int, new: int) -> None:
-        """A table of incarnation ``old`` is one of ``new`` from here on; any other stays as it is. May be repeated."""
+        """Change the incarnation of a table from ``old`` to ``new``. Another table stays as it is. May be repeated."""
         Uses.rename(folder, extent, old, new)
         try:
             fd = open_plain(folder.records(extent), os.O_RDWR)
@@ -359,100 +354,103 @@ class ExtentTable:
             os.close(fd)
 
     def lineage(self, frame: int) -> tuple[bytes, bytes, bytes]:
-        """Key, root and parent of the page in that frame."""
+        """Return key, root and parent of the page in that frame."""
         start, map_ = RECORDS_HEAD_BYTES + frame * self._row_bytes, self._map
         key, root = _KEY_AND_ROOT.unpack_from(map_, start)
         parent = start + self._parent.start
         return key, root, map_[parent : parent + KEY_BYTES]
 
     def chain(self, frames: slice) -> tuple[Words, Words, Words]:
-        """Keys ``[frames, 2]``, parents ``[frames, 2]`` and infos ``[frames]`` of the pages in these frames (views)."""
+        """Return views of the keys ``[frames, 2]``, parents ``[frames, 2]`` and infos ``[frames]`` of these frames."""
         columns, key, parent = self._columns[frames], RecordFormat.key.start // 8, self._parent.start // 8
         return columns[:, key : key + 2], columns[:, parent : parent + 2], columns[:, self._info]
 
     def used_ns(self, frame: int) -> int:
-        """When the page in that frame was last used."""
+        """Return when the page in that frame was last used."""
         return self._used[frame]
 
     def key(self, frame: int) -> bytes:
-        """The key of the page in that frame."""
+        """Return the key of the page in that frame."""
         return self._part(frame, RecordFormat.key)
 
     def root(self, frame: int) -> bytes:
-        """The root of its chain."""
+        """Return the root of the page's chain."""
         return self._part(frame, RecordFormat.root)
 
     def extra(self, frame: int) -> bytes:
-        """What else is in its key, see ``model.prefix``."""
+        """Return the digest of media in the page, see ``model.prefix``."""
         return self._part(frame, RecordFormat.extra)
 
     def parent(self, frame: int) -> bytes:
-        """The key of the page before it, or the root."""
+        """Return the key of the page before, or the root."""
         return self._part(frame, self._parent)
 
     def info(self, frame: int) -> int:
-        """See ``RecordFormat``."""
+        """Return the info word, see ``RecordFormat``."""
         return int(self._columns[frame, self._info])
 
     def record(self, frame: int) -> Record:
-        """A copy of all that is written there."""
+        """Return a copy of the whole record."""
         return Record(self._part(frame, self._whole), self.fmt)
 
     def _part(self, frame: int, part: slice) -> bytes:
-        """These bytes of a row: out of the map, which takes half as long as out of an array."""
+        """Return these bytes of a row, from the map, which takes half as long as from an array."""
         start = RECORDS_HEAD_BYTES + frame * self._row_bytes
         return self._map[start + part.start : start + part.stop]
 
     def column(self, offset: int) -> Words:
-        """The 8-byte word at byte ``offset`` of every row, as a strided view ``[frames]`` (no copy)."""
+        """Return the 8-byte word at byte ``offset`` of every row, as a strided view ``[frames]`` (no copy)."""
         assert offset % 8 == 0, offset
         return self._columns[:, offset // 8]
 
     def identity_sums(self, frames: slice) -> list[int]:
-        """What ``identity_sum`` of each of these frames should be: xxh3_64 over identity and parent."""
+        """Return the ``identity_sum`` that each of these frames should have: xxh3_64 over identity and parent."""
         summed, digest = self.fmt.summed, xxhash.xxh3_64_intdigest
         data, width = self.rows[frames, summed].tobytes(), summed.stop - summed.start
         return [digest(data[i : i + width]) for i in range(0, len(data), width)]
 
     def close(self) -> None:
-        """Drop the arrays and unmap. Where a caller still holds a view, the map lives until that view is gone."""
+        """Drop the arrays and unmap. If a caller still has a view, the map stays until the view is gone."""
         for name in ("rows", "_columns", "words", "last_use", "_used"):
             self.__dict__.pop(name, None)
         self.uses.close()
         with contextlib.suppress(BufferError):
             self._map.close()
 
-    def disbelieve(self) -> None:
-        """The daemon gives the extent up, but for its position: a process that maps the table misses, and no start
-        believes it. What comes next is as for damage from outside. May be repeated."""
+    def invalidate(self) -> None:
+        """Give up a damaged extent, but keep its position occupied. May be repeated.
+
+        Processes that map the table miss, and later starts do not trust it: they treat it like damage from outside.
+        """
         for at in _COPIES_AT:
             self._map[at + _SUMMED_BYTES : at + _HEAD.size] = bytes(8)
         self.words[:] = 0
 
     def unlink(self) -> None:
-        """The daemon gives the extent up: the files go, and every word becomes 0, so that a process that maps it
-        misses.
+        """Give up the extent: remove the files, then set every word to 0, so that processes that map it miss.
 
-        In this order: a restart must never find generations that start again. Call ``close`` afterwards.
+        The order matters: a restart must never find generations that start again. Call ``close`` afterwards.
         """
         remove_tables(self._folder, self.extent)
         self.words[:] = 0
 
 
 class TableFiles:
-    """The files of a table that has no extent yet: zeros, with all the memory they need. Made by ``make``; ends with
-    ``become``, with ``remove``, or with the next start of the node."""
+    """The files of a table without an extent yet: zeros, with all the memory that they need.
+
+    Made by ``make``; ends with ``assign``, with ``remove``, or with the next start of the node.
+    """
 
     def __init__(self, records: Path, uses: Path) -> None:
         self._records = records
         self._uses = uses
-        self._maps: list[mmap.mmap] = []  # of the records, and of the uses
+        self._maps: list[mmap.mmap] = []  # of the records and of the uses
 
     @classmethod
     def make(
         cls, folder: NodeFolder, number: int, frame_class: FrameClass, frames: int, tier: Tier = Tier.DRAM
     ) -> TableFiles:
-        """Raises OutOfSpace where there is no memory for them; nothing is left behind."""
+        """Make the files. Raises OutOfSpace if there is no memory for them; nothing is left behind."""
         records, uses = (folder.temporary(f"table-{tier}-{number}-{what}") for what in ("records", "uses"))
         files = cls(records, uses)
         try:
@@ -466,8 +464,8 @@ class TableFiles:
             raise
         return files
 
-    def become(self, folder: NodeFolder, extent: int, head: bytes, uses_head: bytes) -> tuple[mmap.mmap, Uses]:
-        """They are this extent's from here on: the records and the uses."""
+    def assign(self, folder: NodeFolder, extent: int, head: bytes, uses_head: bytes) -> tuple[mmap.mmap, Uses]:
+        """Give the files to an extent, and return its records and uses."""
         records, uses = self._maps
         records[: len(head)] = head
         uses[: len(uses_head)] = uses_head
@@ -477,7 +475,7 @@ class TableFiles:
         return records, Uses(uses, frames, _SHARDS[_TIERS[tier]])
 
     def remove(self) -> None:
-        """They are not needed."""
+        """Remove the files, which are not needed."""
         for mapped in self._maps:
             mapped.close()
         for path in (self._records, self._uses):
@@ -485,14 +483,16 @@ class TableFiles:
 
 
 def remove_tables(folder: NodeFolder, extent: int) -> None:
-    """Remove the files of an extent, as far as there are any; the records, by which a start knows it, first."""
+    """Remove the files of an extent, if there are any. The records go first, because a start looks for them."""
     for path in (folder.records(extent), folder.uses(extent)):
         remove(path)
 
 
 def _open_uses(folder: NodeFolder, head: tuple[int, ...], make: bool) -> Uses | None:
-    """Open the uses of an extent whose records have this head; None if it has none, or if there is no memory to make
-    one."""
+    """Open the uses of an extent whose records have this head. Return None if there are none.
+
+    ``make``: make them if they are absent or damaged. Return None then if there is no memory for them.
+    """
     incarnation, extent, frames, tier = head[2], head[3], head[8], _TIERS[head[9]]
     about = folder, extent, incarnation, frames, _SHARDS[tier]
     uses = Uses.open(*about)
@@ -500,7 +500,7 @@ def _open_uses(folder: NodeFolder, head: tuple[int, ...], make: bool) -> Uses | 
 
 
 def _repair(records: mmap.mmap) -> None:
-    """Make both copies of the head one again."""
+    """Make both copies of the head equal again."""
     first, second = (records[at : at + _HEAD.size] for at in _COPIES_AT)
     if first != second:
         sound = first if _sum_holds(records, _COPIES_AT[0]) else second
@@ -509,9 +509,10 @@ def _repair(records: mmap.mmap) -> None:
 
 
 def claimed_positions(folder: NodeFolder, extent: int, incarnation: int) -> set[int] | None:
-    """Where in the segment of ``incarnation`` an extent lay whose tables cannot be opened; None: it might be anywhere.
+    """Return the positions that an extent may have had whose tables cannot be opened; None: any position.
 
-    Empty where its head is sound and says that it lay in another tier, or in another incarnation's segment.
+    The positions are in the segment of ``incarnation``. The set is empty if a sound head says that the extent belongs
+    to another tier, or to another incarnation's segment.
     """
     try:
         fd = open_plain(folder.records(extent), os.O_RDONLY)
@@ -522,21 +523,21 @@ def claimed_positions(folder: NodeFolder, extent: int, incarnation: int) -> set[
     heads = [_HEAD.unpack_from(data, at) for at in _COPIES_AT]
     for at, head in zip(_COPIES_AT, heads, strict=True):
         if _sum_holds(data, at):
-            ours = (head[2], head[9]) == (incarnation, _TIERS.index(Tier.DRAM))
-            return {head[4]} if ours else set()
-    # Each copy is damaged somewhere. What they agree on neither damage made.
+            is_ours = (head[2], head[9]) == (incarnation, _TIERS.index(Tier.DRAM))
+            return {head[4]} if is_ours else set()
+    # Both copies are damaged somewhere. A position that they agree on was not damaged.
     return {heads[0][4]} if heads[0][4] == heads[1][4] and any(heads[0][:4]) and any(heads[1][:4]) else None
 
 
 def _sum_holds(data: mmap.mmap | bytes, at: int) -> bool:
-    """Whether the copy of a head that stands ``at`` these bytes of a file is sound."""
+    """Return True if the copy of a head at byte ``at`` of a file is sound."""
     magic, total = int.from_bytes(data[at : at + 8], "little"), data[at + _SUMMED_BYTES : at + _HEAD.size]
     summed = xxhash.xxh3_64_intdigest(data[at : at + _SUMMED_BYTES])
     return magic == _MAGIC and summed == int.from_bytes(total, "little")
 
 
 def _sound_head(folder: NodeFolder, records: mmap.mmap, extent: int, incarnation: int) -> tuple[int, ...] | None:
-    """The header's words where everything about the file fits together, else None."""
+    """Return the words of the header if they fit to the file, else None."""
     if len(records) < RECORDS_HEAD_BYTES:
         return None
     at = next((at for at in _COPIES_AT if _sum_holds(records, at)), None)
@@ -552,7 +553,7 @@ def _sound_head(folder: NodeFolder, records: mmap.mmap, extent: int, incarnation
         return None
     tier = _TIERS[number]
     row_bytes = _format(FrameClass(page_bytes, page_tokens, layers), tier).row_bytes
-    # The size too: a row beyond the end of a file would be a SIGBUS, not a miss.
+    # The size matters too: a row beyond the end of a file would raise SIGBUS, not miss.
     return head if frames >= 1 and len(records) == RECORDS_HEAD_BYTES + frames * row_bytes else None
 
 

@@ -1,4 +1,4 @@
-"""Unix sockets: their files, and paths of any length, where the kernel takes 107 bytes."""
+"""Unix sockets: their files, and paths of any length although the kernel limits them to 107 bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from typing import Final
 from kvstore.errors import InvalidRequest
 from kvstore.safe_files import chmod_socket
 
-LIVING_S: Final = 1.0  # for the server at a path to take a connection
+LIVING_S: Final = 1.0  # time for the server at a path to accept a connection
 
 
 @contextmanager
 def short(path: Path) -> Iterator[str]:
-    """Inside, a short name of the same file: by way of its folder, which is held open. Raises OSError."""
+    """Provide a short name of the same file, by a descriptor of its folder that is open inside the context.
+
+    Raises:
+        OSError: the folder cannot be opened.
+    """
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -28,15 +32,16 @@ def short(path: Path) -> Iterator[str]:
 
 @contextmanager
 def socket_file(path: Path, mode: int) -> Iterator[None]:
-    """Inside, binding a socket to that path makes a file of that mode; no client connects before it has it. The file
-    of a process that is gone is removed.
+    """Make sure that a socket bound to that path inside the context gets a file of that mode.
+
+    No client can connect before the file has the mode. The file of a process that has ended is removed.
 
     Raises:
-        InvalidRequest: another server is there, the path is not a socket, or none can be made.
+        InvalidRequest: another server uses the path, it is not a socket, or no socket can be made.
     """
     before = os.umask(0o777 & ~mode)
     try:
-        _make_way(path)
+        _remove_dead_socket(path)
         yield
         chmod_socket(path, mode)
     except (RuntimeError, OSError) as error:  # RuntimeError is what gRPC raises
@@ -45,7 +50,7 @@ def socket_file(path: Path, mode: int) -> Iterator[None]:
         os.umask(before)
 
 
-def _make_way(path: Path) -> None:
+def _remove_dead_socket(path: Path) -> None:
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise InvalidRequest("listen", f"{path} exists and is not a socket: remove it or name another")

@@ -214,7 +214,7 @@ def test_a_damaged_log_costs_its_session_and_nobody_else(machine: Machine) -> No
     (slot,) = log.waiting()
     kept = publish(well, daemon, range(10, 13))
     ring = put_log._RINGS_AT + slot * put_log.RING_BYTES
-    start = log.marked(slot) % put_log.RING_BYTES
+    start = log.drained_position(slot) % put_log.RING_BYTES
     log._map[ring + start + 100] ^= 1
     daemon.resume()
     wait_until("it is noticed", lambda: reader.stats()["counters"].get("put_logs_damaged") == 1)
@@ -307,11 +307,11 @@ def test_verification_of_a_killed_node_tells_what_was_not_taken_in(damaged: bool
     (slot,) = log.waiting()
     daemon.kill()
     if damaged:
-        start = log.marked(slot) % put_log.RING_BYTES
+        start = log.drained_position(slot) % put_log.RING_BYTES
         log._map[put_log._RINGS_AT + slot * put_log.RING_BYTES + start + 100] ^= 1
     found = verify_folder(machine.folder("n"))
     if damaged:
-        assert any("the sum of the record" in line for line in found["findings"]), found
+        assert any("the checksum of the record" in line for line in found["findings"]), found
         return
     assert found["findings"] == []
     assert any(f"{len(acked)} puts are published and not taken in" in line for line in found["repairs"]), found

@@ -153,7 +153,7 @@ def test_what_is_published_twice_is_stored_once(machine: Machine) -> None:
     assert other.put_many(list(acked), [b"late"] * len(acked), wait=False) == [True] * len(acked)
     assert time.monotonic() - began < 20.0
     daemon.resume()
-    wait_until("all is taken in", lambda: log_of(machine).quiet)
+    wait_until("all is taken in", lambda: log_of(machine).is_drained)
     check(other, acked)
     assert one.stats()["counters"]["pages_published_in_vain"] == len(acked)
     check_laws(one)

@@ -111,7 +111,7 @@ def test_a_record_that_makes_no_sense_is_passed_over(published: Published) -> No
         published.node.puts.drain()
         assert (published.has(before), published.has(after)) == (2, 2), what
         assert published.counted("put_logs_damaged") == count, what
-        assert published.log.quiet, what
+        assert published.log.is_drained, what
     assert published.node.verify() == []
 
 
@@ -121,7 +121,7 @@ def test_pages_named_twice_and_frames_of_nobody_are_refused(published: Published
     first, second = request[-2 * 16 - len(keys.identity_bytes) :][:16], request[-len(keys.identity_bytes) - 16 :][:16]
     published.publish(request.replace(second, first), request, request)
     published.node.puts.drain()
-    assert published.log.quiet and published.has(keys) in (0, 2)
+    assert published.log.is_drained and published.has(keys) in (0, 2)
     assert published.counted("put_logs_damaged") == 0
     assert published.node.verify() == []
 
@@ -201,7 +201,7 @@ def test_a_release_that_is_published_counts_before_anything_is_decided(published
     assert node.handle(ev.Evict(time.monotonic_ns(), 6, 0)).detail["pages"] == 6
     assert len(node.state.leases) == 0
     assert published.has(before) == 0 and published.counted("put_logs_damaged") == 0
-    assert published.log.quiet and node.verify() == []
+    assert published.log.is_drained and node.verify() == []
 
 
 def test_a_lease_that_is_published_counts_before_anything_is_decided(published: Published) -> None:
@@ -220,7 +220,7 @@ def test_a_lease_that_is_published_counts_before_anything_is_decided(published: 
     assert not published.log.deciding
     assert published.node.handle(ev.Evict(time.monotonic_ns(), 2, 0)).detail["pages"] == 2
     assert published.counted("put_logs_damaged") == 0
-    assert published.log.quiet and published.node.verify() == []
+    assert published.log.is_drained and published.node.verify() == []
 
 
 def test_a_record_that_fails_for_no_known_reason_fails_once(
@@ -244,7 +244,7 @@ def test_a_record_that_fails_for_no_known_reason_fails_once(
     monkeypatch.undo()
     published.node.stop()
     published.start()
-    assert published.log.quiet and published.has(after) == 2
+    assert published.log.is_drained and published.has(after) == 2
     assert published.node.verify() == []
 
 

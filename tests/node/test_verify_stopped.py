@@ -104,7 +104,7 @@ def test_a_node_that_runs_is_refused_one_that_stopped_is_sound_and_stays_as_it_i
     assert found["pages_by_tier"] == {"dram": SEEDS * PAGES, "nvme": SEEDS * PAGES}
     assert found["pages_without_checksums"] == 0
     folder = NodeFolder.at(machine.folder("n"))
-    with folder.kept_from_starting(), folder.kept_from_starting():
+    with folder.block_starts(), folder.block_starts():
         late = machine.spawn("n")
         assert late.wait() == 1
         assert "is held by" in late.errors.read_text()

@@ -21,7 +21,7 @@ from kvstore import Store
 from kvstore.cluster.data_connection import DataConnection
 from kvstore.errors import InternalError, KVStoreError, Unavailable
 from kvstore.pb import conductor_pb2, engine_pb2, store_pb2
-from kvstore.shm.data_server_file import DataServerAt, find_data_server
+from kvstore.shm.data_server_file import RunningDataServer, find_data_server
 from kvstore.shm.folder import NodeFolder
 from kvstore.wire import control
 from kvstore.wire.control import Op
@@ -57,7 +57,7 @@ class House:
         return {**{name: each.pid for name, each in daemons.items() if each.alive}, "data": self.data.pid}
 
     @property
-    def data(self) -> DataServerAt:
+    def data(self) -> RunningDataServer:
         found = find_data_server(NodeFolder.at(self.machine.folder("n")))
         assert found is not None
         return found

@@ -22,14 +22,14 @@ from kvstore.shm.counters import (
     LEASE,
     LOOKUP,
     NAMES,
-    NOTHING,
+    NO_COUNTS,
     ONE_GET,
     PUT,
     PUT_ASYNC,
     REUSE_BOUNDS_S,
     SessionCounters,
     Tally,
-    added,
+    add_counts,
     read_counters,
 )
 from kvstore.shm.folder import NodeFolder
@@ -154,14 +154,14 @@ def test_sessions_that_write_anything_spoil_no_sum() -> None:
     for place in range(len(hostile.words)):
         hostile.words[place] = (1 << 64) - 1
     row = honest.row(4096, 16)
-    total = NOTHING
+    total = NO_COUNTS
     for _ in range(1000):
-        total = added(total, hostile.vector())
+        total = add_counts(total, hostile.vector())
     assert int(total.max()) < 1 << 63
     before = Tally.of([total]).counts["pages_put"]
     honest.put(row, 5)
-    assert Tally.of([added(total, honest.vector())]).counts["pages_put"] >= before
-    one = Tally.of([added(hostile.vector(), honest.vector())]).counts
+    assert Tally.of([add_counts(total, honest.vector())]).counts["pages_put"] >= before
+    one = Tally.of([add_counts(hostile.vector(), honest.vector())]).counts
     assert one["pages_put"] == int(hostile.vector()[NAMES.index("pages_put")]) + 5
 
 

@@ -144,7 +144,7 @@ def test_a_link_in_the_place_of_a_folder_is_not_followed(tmp_path: Path) -> None
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kvstore-n").symlink_to(tmp_path / "elsewhere")
     folder = NodeFolder(tmp_path, "n")
-    assert not folder.trusted()
+    assert not folder.is_trusted()
     with pytest.raises(InvalidRequest):
         folder.lock()
 

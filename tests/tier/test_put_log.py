@@ -28,7 +28,7 @@ def log(folder: NodeFolder) -> PutLog:
 
 
 def slot_of(log: PutLog) -> int:
-    slot = log.give(SESSION)
+    slot = log.assign(SESSION)
     assert slot is not None
     return slot
 
@@ -54,7 +54,7 @@ def test_requests_come_out_whole_and_in_order(seed: int, log: PutLog) -> None:
         if position:
             waiting.append(request)
             published += len(request)
-            assert log.marked(slot) < position
+            assert log.drained_position(slot) < position
         else:
             refused += 1
             assert waiting, "there is room for one in an empty ring"
@@ -64,7 +64,7 @@ def test_requests_come_out_whole_and_in_order(seed: int, log: PutLog) -> None:
                 log.mark(slot, done)
                 if chance.random() < 0.3:
                     break
-        assert log.quiet == (not waiting)
+        assert log.is_drained == (not waiting)
         assert log.waiting() == ([slot] if waiting else [])
     assert refused
 
@@ -93,13 +93,13 @@ def test_a_closed_slot_is_given_to_nobody_until_its_session_has_ended(log: PutLo
     slot = slot_of(log)
     log.append(slot, SESSION, b"lost")
     log.close(slot)
-    assert log.quiet
+    assert log.is_drained
     assert not log.append(slot, SESSION, b"more")
-    assert log.give(SESSION) is None
-    assert slot not in {log.give(session) for session in range(1, SLOTS)}
+    assert log.assign(SESSION) is None
+    assert slot not in {log.assign(session) for session in range(1, SLOTS)}
     assert log.sessions()[SESSION] == slot
     log.free(slot)
-    assert log.give(1000) == slot
+    assert log.assign(1000) == slot
 
 
 @pytest.mark.parametrize("cut", range(1, 6))
@@ -125,7 +125,7 @@ def test_damage_is_noticed(log: PutLog) -> None:
         log._map[ring + at] ^= 1 << chance.randrange(8)
         with pytest.raises(LogDamaged):
             taken(log, slot)
-        assert log.marked(slot) == 0
+        assert log.drained_position(slot) == 0
         log.skip(slot)
         words[published] = 0
         log.mark(slot, 0)

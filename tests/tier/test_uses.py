@@ -50,8 +50,8 @@ def test_progress_counts_per_shard_and_under_its_own_generation(both: tuple[Exte
     assert not reader.leading(frames, generations).any()
     levels = writer.levels(generations, LAYERS)
     assert levels.shape == (LAYERS + 1, 3)
-    writer.shown(frames, 1)[:] = levels[2]
-    writer.shown(frames, SHARDS_MAX - 1)[:] = levels[np.array([0, 1, 200]), np.arange(3)]
+    writer.progress(frames, 1)[:] = levels[2]
+    writer.progress(frames, SHARDS_MAX - 1)[:] = levels[np.array([0, 1, 200]), np.arange(3)]
     shown = reader.leading(frames, generations)
     assert shown[:, 1].tolist() == [2, 2, 2] and shown[:, SHARDS_MAX - 1].tolist() == [0, 1, 200]
     assert not shown[:, [0, *range(2, SHARDS_MAX - 1)]].any()
@@ -70,7 +70,7 @@ def test_no_layer_is_shown_that_was_not_written(both: tuple[ExtentTable, ExtentT
     uses.begin(frames, generations)
     levels = uses.levels(generations, LAYERS)
     for layers in range(LAYERS + 1):
-        uses.shown(frames, 0)[:] = levels[layers]
+        uses.progress(frames, 0)[:] = levels[layers]
         assert min(layers, 255) <= int(uses.leading(frames, generations)[0, 0]) <= layers
 
 

@@ -26,7 +26,7 @@ from kvstore.cluster.data_connection import DataConnection
 from kvstore.cluster.transport import PullResult, pull
 from kvstore.errors import Unauthenticated
 from kvstore.model.replica import FrameClass
-from kvstore.shm.data_server_file import DataFile, DataServerAt, find_data_server
+from kvstore.shm.data_server_file import DataFile, RunningDataServer, find_data_server
 from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import ChainQuery, FrameKind, Hello, ReadRequest
 from tests.helpers.content import SMALL, chain, contents, first_wrong
@@ -48,17 +48,17 @@ def serve(machine: Machine, catalog: str, **flags: str) -> tuple[Daemon, Store]:
     return daemon, machine.connect("n")
 
 
-def server_of(machine: Machine) -> DataServerAt | None:
+def server_of(machine: Machine) -> RunningDataServer | None:
     return find_data_server(NodeFolder.at(machine.folder("n")))
 
 
-def living(machine: Machine) -> DataServerAt:
+def living(machine: Machine) -> RunningDataServer:
     found = server_of(machine)
     assert found is not None
     return found
 
 
-def read(server: DataServerAt, pages: int = PAGES, silence_s: float = LATE_S) -> PullResult:
+def read(server: RunningDataServer, pages: int = PAGES, silence_s: float = LATE_S) -> PullResult:
     """Read the pages of chain 1 over a new connection; they are right."""
     deadline_s = time.monotonic() + LATE_S
     keys, rows = chain(1, pages), np.zeros((pages, SMALL.page_bytes), np.uint8)
@@ -151,7 +151,7 @@ def test_a_data_server_removes_the_entry_of_the_dead_one_before_it(
     async def test() -> None:
         before = DataFile(NodeFolder.at(machine.folder("n")))
         before.take()
-        before.tell(DataServerAt(os.getpid(), "0123456789abcdef", "127.0.0.1:1", False))
+        before.write(RunningDataServer(os.getpid(), "0123456789abcdef", "127.0.0.1:1", False))
         async with FileCatalog(tmp_path / "catalog") as known:
             session = await known.open_session(3600.0)
             entry = DataEntry(name="n.0123456789ab", process="0123456789abcdef", node="n", incarnation="")

@@ -242,7 +242,7 @@ class SocketChannel:
                 raise InvalidRequest("store", self._refusal)
             if self.ended:
                 raise NodeUnavailable(f"{self.folder.name}: the node was recreated after it was opened here")
-            if not NodeFolder.at(self.folder).trusted():  # it was purged, and another user may have created a new one
+            if not NodeFolder.at(self.folder).is_trusted():  # purged, and another user may have made a new one
                 raise NodeUnavailable(f"{self.folder.name}: there is no such node on this machine")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             try:

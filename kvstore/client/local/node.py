@@ -355,7 +355,7 @@ class LocalNode:
 
     def _open_header(self) -> Header | None:
         """Return the header, if the folder can be trusted and this boot of the machine wrote the header."""
-        header = Header.open(self.folder) if self.folder.trusted() else None
+        header = Header.open(self.folder) if self.folder.is_trusted() else None
         return header if header is not None and header.boot_id == boot_id() else None
 
     def _channel(self, old: Mapped | None, incarnation: int) -> Channel:

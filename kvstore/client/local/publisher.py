@@ -122,7 +122,7 @@ class Publisher:
             self._log = PutLog.open(NodeFolder.at(self._folder), id_) if id_ else None
             self._waiting = {}
             self.slot = now
-        return log.left(slot, self._session) if log is not None else []
+        return log.undrained(slot, self._session) if log is not None else []
 
     def publish(self, request: bytes, keys: list[bytes], header: Header) -> int:
         """Publish a request, about pages of these keys; its position in the slot. 0: not now, or not here; ``header``:
@@ -146,7 +146,7 @@ class Publisher:
     def marked(self) -> int:
         """Up to which position the node is through with what we published."""
         log = self._log
-        return log.marked(self.slot) if log is not None else 0
+        return log.drained_position(self.slot) if log is not None else 0
 
     @property
     def published(self) -> int:
@@ -285,7 +285,7 @@ class Published:
     def elsewhere(self, key: bytes, slot: int) -> bool:
         """Return whether the page of that key is published in another slot and not taken in. A hint."""
         log = self._log
-        return log is not None and not log.quiet and log.holder(key, slot) >= 0
+        return log is not None and not log.is_drained and log.holder(key, slot) >= 0
 
     def waits(self, key: bytes, looked: bytes) -> tuple[bool, bytes]:
         """Return whether the page of that key is published, or announced while it is written, and not taken in; and the
@@ -318,7 +318,7 @@ class Published:
     def take_in(self, channel: Channel) -> None:
         """Ask the node to take in everything that is published, before a scan of the index. Raises nothing."""
         log = self._current()
-        if log is not None and not log.quiet:
+        if log is not None and not log.is_drained:
             self._ask(channel)
 
     def _current(self) -> PutLog | None:
@@ -345,7 +345,7 @@ class Published:
         asked to take it in."""
         deadline = time.monotonic() + min(self._wait_s, ARRIVAL_S)
         while (slot := log.holder(key)) >= 0:
-            marked = log.marked(slot)
+            marked = log.drained_position(slot)
             if marked == self._stuck.get(slot):
                 return
             if time.monotonic() > deadline:

@@ -135,7 +135,7 @@ class LocalStore(Store, LocalObjects):
     def _has_daemon(self) -> bool:
         """Return whether a daemon holds the lock of the node's folder."""
         folder = NodeFolder.at(self._node.path)
-        return folder.trusted() and folder.owned()
+        return folder.is_trusted() and folder.is_running()
 
     def _is_daemon_ready(self, mapped: Mapped) -> bool:
         """Return whether the daemon is ready and had a recent heartbeat. A stopped process still holds its lock, but

@@ -338,7 +338,7 @@ class LocalWriter(Writer):
             frames, run_generations = slice(frame, frame + count), generations[first : first + count]
             extent.last_use[frames] = time.monotonic_ns()  # replaces the last use of the frame's old page
             extent.uses.begin(frames, run_generations)  # the node does this only for reserved frames
-            progress = extent.uses.shown(frames, self._shard.number)
+            progress = extent.uses.progress(frames, self._shard.number)
             levels = extent.uses.levels(run_generations, self._layout.layers)
             self._extents.append(extent)
             self._runs.append(ReservedRun(extent.pages[frames], progress, self.pages_new[first], first, levels))

@@ -42,7 +42,7 @@ from kvstore.server.certificates import ServerCertificate
 from kvstore.server.identities import Identities
 from kvstore.server.lifecycle import Life
 from kvstore.server.listening import check_certificates, check_remote, numeric
-from kvstore.shm.data_server_file import DataFile, DataServerAt, tell_errors
+from kvstore.shm.data_server_file import DataFile, RunningDataServer, write_errors
 from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import FrameKind, Hello
 
@@ -179,13 +179,13 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         )
         address = server.start(*where)
         life.at_end(server.stop)
-        file.tell(DataServerAt(os.getpid(), server.process, address, child))
+        file.write(RunningDataServer(os.getpid(), server.process, address, child))
         former = name_of(config.name, file.former.process) if file.former is not None else ""
         entry = _CatalogEntry(config, node, directory, server.process, address, certificate, former, life.fail)
         life.at_end(entry.stop)
         line = f"kvstore data server of node {config.name} ready: pages on {address}"
         life.report_ready(lambda: announce(line), life.took_s, address=address)
-        life.wait_while(lambda: file.stands() and entry.refresh())
+        life.wait_while(lambda: file.is_current() and entry.refresh())
 
 
 def transports_of(config: NodeConfig) -> dict[str, str]:
@@ -249,7 +249,7 @@ def _take(folder: NodeFolder, life: Life) -> DataFile:
     while True:
         file = DataFile(folder)
         try:
-            if folder.trusted():
+            if folder.is_trusted():
                 file.take()
                 return file
         except FileNotFoundError:  # purged just now
@@ -333,7 +333,7 @@ class _CatalogEntry:
         errors = boundary.counts()
         if errors != self._errors:
             with contextlib.suppress(OSError, OutOfSpace):  # the next refresh tries again
-                tell_errors(self._node.folder, errors)
+                write_errors(self._node.folder, errors)
                 self._errors = errors
         return True
 
