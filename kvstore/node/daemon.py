@@ -35,7 +35,7 @@ from kvstore.node.scrubber import Scrubber
 from kvstore.node.socket_server import ControlServer
 from kvstore.safe_files import read_plain
 from kvstore.server import lifecycle, tracing
-from kvstore.server.http import readyz
+from kvstore.server.http import Route, readyz
 from kvstore.server.lifecycle import Life
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.header import DaemonState
@@ -125,7 +125,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
         NodeBusy, InvalidRequest: see ``Node.start``. Nothing is left running.
     """
     membership = Membership(config) if config.catalog else None
-    sender = DataChild(config, NodeFolder(config.shm_dir, config.name)) if has_data_server(config) else None
+    data_server = DataChild(config, NodeFolder(config.shm_dir, config.name)) if has_data_server(config) else None
     with lifecycle.run(config, log, "the daemon") as life:
         if config.otlp_endpoint:
             tracing.configure(config.otlp_endpoint, config.name)
@@ -134,14 +134,14 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
             node = Node.start(config)
         life.at_end(node.stop)
         life.log_start()
-        _run(node, config, membership, sender, life, announce)
+        _run(node, config, membership, data_server, life, announce)
 
 
 def _run(
     node: Node,
     config: NodeConfig,
     membership: Membership | None,
-    sender: DataChild | None,
+    data_server: DataChild | None,
     life: Life,
     announce: Callable[[str], None],
 ) -> None:
@@ -165,22 +165,17 @@ def _run(
             life.at_end(membership.stop)
         else:
             peer_links.forget(NodeFolder.at(node.folder))
-        if sender is not None:
-            addresses = f", data on {sender.start()}"
-            life.at_end(sender.stop)
+        if data_server is not None:
+            addresses = f", data on {data_server.start()}"
+            life.at_end(data_server.stop)
         if membership is not None:
             announcer = _announce(config, node, membership, entry, life, dispatcher.admin.calls)
     except (InvalidRequest, NodeBusy, Unavailable):
         _stop_serving(node, api, control, background, life)
         raise
     if life.http is not None:
-        from kvstore.node.operator.metrics import NodeMetrics
-
-        queues = {"rpcs": api.under_way} if api is not None else {}
-        metrics = NodeMetrics(node, scrubber, queues, api.calls if api is not None else None)
-        if membership is not None and announcer is not None:
-            metrics.membership = partial(_ages, membership, announcer)
-        life.http.routes["/metrics"] = metrics.route
+        ages = partial(_ages, membership, announcer) if membership is not None and announcer is not None else None
+        life.http.routes["/metrics"] = _metrics_route(node, scrubber, api, ages)
     tiers = node_stats(node)["tiers"]
     addresses = f", http on {life.http.address}{addresses}" if life.http is not None else addresses
     addresses += f", grpc on {' '.join(api.addresses)}" if api is not None else ""
@@ -191,12 +186,25 @@ def _run(
 
     def look() -> None:
         watch.look()
-        if sender is not None:
-            sender.look()
+        if data_server is not None:
+            data_server.look()
 
     life.wait(look)
     _stop_serving(node, api, control, background, life)
     watch.look(last=True)
+
+
+def _metrics_route(
+    node: Node, scrubber: Scrubber, api: ApiServer | None, ages: Callable[[], list[tuple[str, float, int]]] | None
+) -> Route:
+    """Return the HTTP route of ``/metrics``. ``ages``: of membership and announcements, if the node is in a pool."""
+    from kvstore.node.operator.metrics import NodeMetrics
+
+    queues = {"rpcs": api.under_way} if api is not None else {}
+    metrics = NodeMetrics(node, scrubber, queues, api.calls if api is not None else None)
+    if ages is not None:
+        metrics.membership = ages
+    return metrics.route
 
 
 def _ready_line(name: str, tiers: Mapping[str, Mapping[str, Any]], took_s: float, addresses: str) -> str:

@@ -348,20 +348,20 @@ class PutDrain:
         statuses[-1] = reply.statuses
         return instructions
 
-    def _mark(self, puts: PutLog, record: _Record, done: bool) -> None:
-        """Mark a record as taken in, or delay its slot if it is not ``done``."""
-        if done and isinstance(record.event, ev.SealGranted | ev.SealObjects):
+    def _mark(self, puts: PutLog, record: _Record, is_done: bool) -> None:
+        """Mark a record as taken in, or delay its slot if it is not done."""
+        if is_done and isinstance(record.event, ev.SealGranted | ev.SealObjects):
             self._state.counters["puts_drained"] += 1
         if type(record.event) in _BATCHED:
             self.records += 1
         if failpoint.ACTIVE:
             failpoint.hit("node.drained")
         delayed = self._delayed.get(record.slot)
-        if not done and delayed is None:
+        if not is_done and delayed is None:
             delayed = self._delayed[record.slot] = _DelayedSlot(record.stop, time.monotonic() + RETRY_S)
         if delayed is None:
             puts.mark(record.slot, record.position)
-        elif done:
+        elif is_done:
             delayed.done.add(record.position)
 
     # --- sessions ---------------------------------------------------------------------------------------------------
