@@ -30,6 +30,9 @@ BATCH_BYTES_MIN = 1 << 20  # size of the first batch; later ones grow to what th
 BATCH_S = 0.5
 PROGRESS_LOG_S = 1.0
 PAUSE_S = 0.001  # after a decision that looked at chains but had nothing to save
+TICK_S = 0.1
+JOIN_S = 5.0
+BACKGROUND_NICENESS = 10  # of the thread that populates and scrubs, so that threads that serve run first
 
 
 class StopSave:
@@ -85,11 +88,6 @@ class StopSave:
         self.pages, self.bytes = pages - before[0], size - before[1]
         fields = {"pages": self.pages, "bytes": self.bytes, "chains_left": self.chains, "took_s": round(took_s, 3)}
         logs.event(log, logging.INFO, message, **fields)
-
-
-TICK_S = 0.1
-JOIN_S = 5.0
-BACKGROUND_NICENESS = 10  # of the thread that populates and scrubs, so that threads that serve run first
 
 
 class Background:

@@ -43,76 +43,15 @@ from kvstore.shm.header import DaemonState
 if TYPE_CHECKING:
     from kvstore.node.api.server import ApiServer
 
+log = logging.getLogger("kvstore.daemon")
 watch_log = logging.getLogger("kvstore.watch")
 
+MEMBER = "member"  # a file in the node's folder: the entry that a daemon last published in a catalog
 LOOK_S = 1.0
 LOG_EVERY_S = 10.0  # at most one line per kind of refusal in this time
 
 Kind = tuple[str, ...]
 """What is counted: ("damage", reason), ("quota", tenant, tier) or ("grpc", status code)."""
-
-
-class Watch:
-    """Logs what a node refuses or drops, summed up, so that many refusals make few lines.
-
-    One thread calls ``look`` repeatedly, and at the end ``look(last=True)``.
-
-    Args:
-        refused: the refused gRPC calls: status code -> (number of calls, address of the last caller).
-    """
-
-    def __init__(self, node: Node, refused: Mapping[str, tuple[int, str]]) -> None:
-        self._node = node
-        self._refused = refused
-        self._due_s = 0.0
-        self._logged: dict[Kind, tuple[int, float]] = {}  # the last logged count, and when it was logged
-        self._increases(float("inf"), self._counts())  # earlier counts are not logged
-
-    def look(self, *, last: bool = False) -> None:
-        """Log the counts that have increased. ``last``: also those that were logged less than ``LOG_EVERY_S`` ago."""
-        now_s = time.monotonic()
-        if now_s < self._due_s and not last:
-            return
-        self._due_s = now_s + LOOK_S
-        for kind, count in self._increases(now_s if not last else float("inf"), self._counts()):
-            match kind:
-                case ("damage", reason):
-                    event(watch_log, logging.ERROR, "damage found, the pages were dropped", reason=reason, pages=count)
-                case ("quota", tenant, tier):
-                    event(watch_log, logging.WARNING, "quota refused", tenant=tenant, tier=tier, pages=count)
-                case ("grpc", code):
-                    last_from = self._refused[code][1]
-                    event(watch_log, logging.WARNING, "gRPC calls refused", code=code, calls=count, last_from=last_from)
-
-    def _increases(self, now_s: float, counts: dict[Kind, int]) -> list[tuple[Kind, int]]:
-        """Return the counts to log, less what was logged before, and remember them as logged."""
-        increases = []
-        for kind, count in counts.items():
-            before, logged_s = self._logged.get(kind, (0, -LOG_EVERY_S))
-            if count > before and now_s >= logged_s + (0 if kind[0] == "damage" else LOG_EVERY_S):
-                increases.append((kind, count - before))
-                self._logged[kind] = count, min(now_s, time.monotonic())
-        for kind in self._logged.keys() - counts.keys():  # the node has dropped this tenant's counts
-            del self._logged[kind]
-        return increases
-
-    def _counts(self) -> dict[Kind, int]:
-        counts: dict[Kind, int] = {}
-        counters, rows = self._node.look(lambda _, state: (dict(state.counters), tenant_rows(state)))
-        for name, count in counters.items():
-            if name.startswith("damaged_"):
-                counts["damage", name.removeprefix("damaged_")] = count
-        for salt, tier, _, _, refused, _ in rows:
-            if refused:
-                counts["quota", salt, tier] = refused
-        for code, (count, _) in dict(self._refused).items():
-            counts["grpc", code] = count
-        return counts
-
-
-MEMBER = "member"  # a file in the node's folder: the entry that a daemon last published in a catalog
-
-log = logging.getLogger("kvstore.daemon")
 
 
 def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
@@ -296,3 +235,61 @@ def _stop_serving(
     background.stop(save_s, why, life.hurry.is_set)
     if save_s:
         control.stop()
+
+
+class Watch:
+    """Logs what a node refuses or drops, summed up, so that many refusals make few lines.
+
+    One thread calls ``look`` repeatedly, and at the end ``look(last=True)``.
+
+    Args:
+        refused: the refused gRPC calls: status code -> (number of calls, address of the last caller).
+    """
+
+    def __init__(self, node: Node, refused: Mapping[str, tuple[int, str]]) -> None:
+        self._node = node
+        self._refused = refused
+        self._due_s = 0.0
+        self._logged: dict[Kind, tuple[int, float]] = {}  # the last logged count, and when it was logged
+        self._increases(float("inf"), self._counts())  # earlier counts are not logged
+
+    def look(self, *, last: bool = False) -> None:
+        """Log the counts that have increased. ``last``: also those that were logged less than ``LOG_EVERY_S`` ago."""
+        now_s = time.monotonic()
+        if now_s < self._due_s and not last:
+            return
+        self._due_s = now_s + LOOK_S
+        for kind, count in self._increases(now_s if not last else float("inf"), self._counts()):
+            match kind:
+                case ("damage", reason):
+                    event(watch_log, logging.ERROR, "damage found, the pages were dropped", reason=reason, pages=count)
+                case ("quota", tenant, tier):
+                    event(watch_log, logging.WARNING, "quota refused", tenant=tenant, tier=tier, pages=count)
+                case ("grpc", code):
+                    last_from = self._refused[code][1]
+                    event(watch_log, logging.WARNING, "gRPC calls refused", code=code, calls=count, last_from=last_from)
+
+    def _increases(self, now_s: float, counts: dict[Kind, int]) -> list[tuple[Kind, int]]:
+        """Return the counts to log, less what was logged before, and remember them as logged."""
+        increases = []
+        for kind, count in counts.items():
+            before, logged_s = self._logged.get(kind, (0, -LOG_EVERY_S))
+            if count > before and now_s >= logged_s + (0 if kind[0] == "damage" else LOG_EVERY_S):
+                increases.append((kind, count - before))
+                self._logged[kind] = count, min(now_s, time.monotonic())
+        for kind in self._logged.keys() - counts.keys():  # the node has dropped this tenant's counts
+            del self._logged[kind]
+        return increases
+
+    def _counts(self) -> dict[Kind, int]:
+        counts: dict[Kind, int] = {}
+        counters, rows = self._node.look(lambda _, state: (dict(state.counters), tenant_rows(state)))
+        for name, count in counters.items():
+            if name.startswith("damaged_"):
+                counts["damage", name.removeprefix("damaged_")] = count
+        for salt, tier, _, _, refused, _ in rows:
+            if refused:
+                counts["quota", salt, tier] = refused
+        for code, (count, _) in dict(self._refused).items():
+            counts["grpc", code] = count
+        return counts

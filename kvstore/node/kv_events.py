@@ -48,245 +48,9 @@ log = logging.getLogger("kvstore.events")
 
 TOKENS_MAX = 4096  # per batch (about 15 KB), unless one page has more
 MEDIUMS = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK"}  # names of vLLM, which other consumers use too
-
-KvEvent = dict[str, Any]
-"""An event as vLLM and SGLang pack it: a map of "type" and the other fields."""
-
-CLEARED_EVENT: Final[KvEvent] = {"type": "AllBlocksCleared"}
-
-
-class PageFacts(NamedTuple):
-    """A stored page as an event describes it.
-
-    Attributes:
-        parent: None for the first page of a chain.
-        tokens: token ids, uint32 little-endian; empty for a page of an opaque object, which is not reported.
-    """
-
-    key: bytes
-    parent: bytes | None
-    tokens: bytes
-
-
-class PageReader:
-    """Reads the stored pages of a node for events. One thread uses it.
-
-    An event may say that a page was stored, although the page has left since. Such a page is skipped, and so are its
-    descendants, until an event says that it left. Otherwise, if the page were stored again, its children could be
-    reported before it.
-    """
-
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
-        self._skipped: set[tuple[Tier, bytes]] = set()  # stored according to events, but not reported
-
-    def stored_now(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
-        """Return the pages that an event says were stored; None in place of each page to skip.
-
-        Returns None if the index is not available now.
-        """
-        pages = self.find(keys, tier)
-        absent = [i for i, page in enumerate(pages or ()) if page is None]
-        retried = self.find([keys[i] for i in absent], tier) if absent else []  # may have moved inside the tier
-        if pages is None or retried is None:
-            return None
-        for i, page in zip(absent, retried, strict=True):
-            pages[i] = page
-        return [self._reportable(key, tier, page) for key, page in zip(keys, pages, strict=True)]
-
-    def _reportable(self, key: bytes, tier: Tier, page: PageFacts | None) -> PageFacts | None:
-        """Return the page, or None if it must be skipped."""
-        if page is None or (page.parent is not None and (tier, page.parent) in self._skipped):
-            self._skipped.add((tier, key))
-            return None
-        self._skipped.discard((tier, key))
-        return page
-
-    def remove(self, keys: list[bytes], tier: Tier) -> None:
-        """Handle an event that says that these pages left."""
-        if self._skipped:
-            self._skipped.difference_update((tier, key) for key in keys)
-
-    def reset(self) -> None:
-        """Start again: everything will be reported once more."""
-        self._skipped.clear()
-
-    def find(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
-        """Return the pages with these keys in ``tier``; None if the index is not available now."""
-        look = self._contents.look
-        here = look(tier, keys)
-        upper = self._contents.above(tier)
-        above = look(upper, keys) if upper is not None else [None] * len(keys)
-        if here is None or above is None:
-            return None
-        return [
-            self._read(key, address, copy) if address is not None else None
-            for key, address, copy in zip(keys, here, above, strict=True)
-        ]
-
-    def stored(self, tier: Tier) -> Iterator[PageFacts]:
-        """Yield every page of ``tier``, parents before their children.
-
-        If a page comes, leaves or moves in the meantime, an event reports it.
-        """
-        if tier == Tier.HBM:
-            yield from self._stored_by_engines()
-            return
-        snapshots = [snapshot(table) for table in self._contents.tables(tier)]
-        links = prefix_links.link(snapshots)
-        order = np.argsort(links.parent, kind="stable")  # puts siblings next to each other
-        parents = links.parent[order]
-        starts, ends = (np.searchsorted(parents, np.arange(len(parents)), side) for side in ("left", "right"))
-        stack = order[parents == -1].tolist()
-        while stack:
-            i = stack.pop()
-            if links.duplicate[i]:
-                continue
-            key = links.key(i)
-            page = self._read(key, links.address(i), None)
-            if page is None:
-                page = (self.find([key], tier) or [None])[0]  # may have moved since the snapshot
-            if self._reportable(key, tier, page) is None or page is None:
-                continue  # without its descendants
-            stack += order[starts[i] : ends[i]].tolist()
-            if page.tokens:
-                yield page
-
-    def _stored_by_engines(self) -> Iterator[PageFacts]:
-        """Yield every page in memory that engines have mounted. A page there may be without its parent."""
-        pages = {key: page for key, address in self._contents.listed(Tier.HBM) if (page := self._mounted(key, address))}
-        children: dict[bytes, list[bytes]] = {}
-        for key, page in pages.items():
-            children.setdefault(page.parent or b"", []).append(key)
-        stack = [key for key, page in pages.items() if page.parent not in pages]
-        while stack:
-            key = stack.pop()
-            if self._reportable(key, Tier.HBM, pages[key]) is not None:
-                stack += children.get(key, ())
-                yield pages[key]
-
-    def _mounted(self, key: bytes, address: Address) -> PageFacts | None:
-        """Return a page in memory that an engine has mounted; None if another page, or none, is at the address."""
-        table = self._contents.mounted(address.extent)
-        word = word_of(address.generation, FrameState.SEALED)
-        if table is None or address.frame >= table.frames or int(table.words[address.frame]) != word:
-            return None
-        record = Record(table.rows[address.frame].tobytes(), table.fmt)
-        if int(table.words[address.frame]) != word or record.key != key:
-            return None
-        return PageFacts(key, record.parent if record.parent != record.root else None, record.tokens)
-
-    def _read(self, key: bytes, address: Address, above: Address | None) -> PageFacts | None:
-        """Return the page at the address; None if it has left. ``above``: its address in the next faster tier."""
-        table = self._contents.table(address.extent)
-        if table is None:
-            return self._mounted(key, address)
-        if address.frame >= table.frames:
-            return None
-        record = _record(table, key, address)
-        if record is None:
-            return None
-        if record.extra.startswith((HEAD_TAG, PIECE_TAG)):  # an opaque object has no token ids
-            return PageFacts(key, None, b"")
-        tokens = self._tokens(key, address, table, record, above)
-        parent = record.parent if record.parent != record.root else None
-        return None if tokens is None else PageFacts(key, parent, tokens)
-
-    def _tokens(
-        self, key: bytes, address: Address, table: ExtentTable, record: Record, above: Address | None
-    ) -> bytes | None:
-        if record.tokens:
-            return record.tokens
-        if above is not None:
-            upper = self._contents.table(above.extent)
-            copy = _record(upper, key, above) if upper is not None and above.frame < upper.frames else None
-            if copy is not None and copy.tokens:
-                return copy.tokens
-        return self._tokens_on_nvme(key, address, table)
-
-    def _tokens_on_nvme(self, key: bytes, address: Address, table: ExtentTable) -> bytes | None:
-        nvme, frame_class = self._contents.nvme, table.frame_class
-        if nvme is None:
-            return None
-        buffer = aligned_buffer(geometry.header_bytes(frame_class))
-        try:
-            nvme.devices.read_header(table.position, address.frame, frame_class, buffer)
-        except OSError as error:
-            log.warning("frame %d of extent %d could not be read: %s", address.frame, address.extent, error)
-            return None
-        incarnation = nvme.devices.header_incarnation(table.position)
-        header = frame_header.unpack(buffer, frame_class, incarnation, *address)
-        return header.tokens.tobytes() if isinstance(header, FrameHeader) and header.key == key else None
-
-
-def _record(table: ExtentTable, key: bytes, address: Address) -> Record | None:
-    """Return the record of a sealed page; None if another page, or none, is at the address."""
-    word = word_of(address.generation, FrameState.SEALED)
-    if int(table.words[address.frame]) != word:
-        return None
-    record = table.record(address.frame)
-    return record if int(table.words[address.frame]) == word and record.key == key else None
-
-
-# --- events of vLLM -------------------------------------------------------------------------------------------------
-
-
-def blocks_stored(pages: Iterable[PageFacts | None], medium: str) -> Iterator[KvEvent]:
-    """Yield ``BlockStored`` events, one for consecutive pages of a chain with at most ``TOKENS_MAX`` tokens."""
-    run: list[PageFacts] = []
-    for page in pages:
-        if page is None or not page.tokens:
-            continue
-        follows = run and page.parent == run[-1].key and len(page.tokens) == len(run[-1].tokens)
-        if run and not (follows and (len(run) + 1) * len(page.tokens) <= 4 * TOKENS_MAX):
-            yield _stored(run, medium)
-            run = []
-        run.append(page)
-    if run:
-        yield _stored(run, medium)
-
-
-def _stored(run: list[PageFacts], medium: str) -> KvEvent:
-    return {
-        "type": "BlockStored",
-        "block_hashes": [page.key for page in run],
-        "parent_block_hash": run[0].parent,
-        "token_ids": np.frombuffer(b"".join(page.tokens for page in run), "<u4").tolist(),
-        "block_size": len(run[0].tokens) // 4,
-        "lora_id": None,
-        "medium": medium,
-        "lora_name": None,
-    }
-
-
-def blocks_removed(keys: list[bytes], medium: str) -> KvEvent:
-    """Return a ``BlockRemoved`` event."""
-    return {"type": "BlockRemoved", "block_hashes": keys, "medium": medium}
-
-
-def everything_stored(reader: PageReader) -> Iterator[KvEvent]:
-    """Yield ``BlockStored`` events of all pages in all tiers."""
-    for tier, medium in MEDIUMS.items():
-        yield from blocks_stored(reader.stored(tier), medium)
-
-
-def batches(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
-    """Group events, in order, into batches of about ``TOKENS_MAX`` token ids."""
-    batch: list[KvEvent] = []
-    tokens = 0
-    for event in events:
-        size = len(event.get("token_ids", ())) or 1
-        if batch and tokens + size > TOKENS_MAX:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(event)
-        tokens += size
-    if batch:
-        yield batch
-
-
 TOPIC = b"kv-events"
 END = (-1).to_bytes(8, "big", signed=True)
+LOCAL = ("ipc://", "inproc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 REPLAY_MESSAGES_MAX = 10_000  # messages that are retained for replays ...
 REPLAY_BYTES_MAX = 64 << 20  # ... and their bytes
 REPLAYS_MAX = 64  # replays at the same time; further ones wait
@@ -296,11 +60,14 @@ EVENTS_PER_STEP = 64
 LOOK_S = 0.02
 RESYNC_EVERY_S = 5.0
 JOIN_S = 5.0
-LOCAL = ("ipc://", "inproc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
-
 DUMPS_MAX = 4  # dumps at the same time
 DUMP_IDLE_S = 60.0  # a dump ends if its reader does not continue for this time
 DUMP_PART_BYTES = 80 << 10  # fits into a message in base64
+
+KvEvent = dict[str, Any]
+"""An event as vLLM and SGLang pack it: a map of "type" and the other fields."""
+
+CLEARED_EVENT: Final[KvEvent] = {"type": "AllBlocksCleared"}
 
 
 def import_packages(field: str) -> tuple[ModuleType, ModuleType]:
@@ -488,7 +255,240 @@ class KvEvents:
         return True
 
 
-# --- dumps ----------------------------------------------------------------------------------------------------------
+# --- reading pages ---------------------------------------------------------------------------------------------------
+
+
+class PageFacts(NamedTuple):
+    """A stored page as an event describes it.
+
+    Attributes:
+        parent: None for the first page of a chain.
+        tokens: token ids, uint32 little-endian; empty for a page of an opaque object, which is not reported.
+    """
+
+    key: bytes
+    parent: bytes | None
+    tokens: bytes
+
+
+class PageReader:
+    """Reads the stored pages of a node for events. One thread uses it.
+
+    An event may say that a page was stored, although the page has left since. Such a page is skipped, and so are its
+    descendants, until an event says that it left. Otherwise, if the page were stored again, its children could be
+    reported before it.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._skipped: set[tuple[Tier, bytes]] = set()  # stored according to events, but not reported
+
+    def stored_now(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
+        """Return the pages that an event says were stored; None in place of each page to skip.
+
+        Returns None if the index is not available now.
+        """
+        pages = self.find(keys, tier)
+        absent = [i for i, page in enumerate(pages or ()) if page is None]
+        retried = self.find([keys[i] for i in absent], tier) if absent else []  # may have moved inside the tier
+        if pages is None or retried is None:
+            return None
+        for i, page in zip(absent, retried, strict=True):
+            pages[i] = page
+        return [self._reportable(key, tier, page) for key, page in zip(keys, pages, strict=True)]
+
+    def _reportable(self, key: bytes, tier: Tier, page: PageFacts | None) -> PageFacts | None:
+        """Return the page, or None if it must be skipped."""
+        if page is None or (page.parent is not None and (tier, page.parent) in self._skipped):
+            self._skipped.add((tier, key))
+            return None
+        self._skipped.discard((tier, key))
+        return page
+
+    def remove(self, keys: list[bytes], tier: Tier) -> None:
+        """Handle an event that says that these pages left."""
+        if self._skipped:
+            self._skipped.difference_update((tier, key) for key in keys)
+
+    def reset(self) -> None:
+        """Start again: everything will be reported once more."""
+        self._skipped.clear()
+
+    def find(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
+        """Return the pages with these keys in ``tier``; None if the index is not available now."""
+        look = self._contents.look
+        here = look(tier, keys)
+        upper = self._contents.above(tier)
+        above = look(upper, keys) if upper is not None else [None] * len(keys)
+        if here is None or above is None:
+            return None
+        return [
+            self._read(key, address, copy) if address is not None else None
+            for key, address, copy in zip(keys, here, above, strict=True)
+        ]
+
+    def stored(self, tier: Tier) -> Iterator[PageFacts]:
+        """Yield every page of ``tier``, parents before their children.
+
+        If a page comes, leaves or moves in the meantime, an event reports it.
+        """
+        if tier == Tier.HBM:
+            yield from self._stored_by_engines()
+            return
+        snapshots = [snapshot(table) for table in self._contents.tables(tier)]
+        links = prefix_links.link(snapshots)
+        order = np.argsort(links.parent, kind="stable")  # puts siblings next to each other
+        parents = links.parent[order]
+        starts, ends = (np.searchsorted(parents, np.arange(len(parents)), side) for side in ("left", "right"))
+        stack = order[parents == -1].tolist()
+        while stack:
+            i = stack.pop()
+            if links.duplicate[i]:
+                continue
+            key = links.key(i)
+            page = self._read(key, links.address(i), None)
+            if page is None:
+                page = (self.find([key], tier) or [None])[0]  # may have moved since the snapshot
+            if self._reportable(key, tier, page) is None or page is None:
+                continue  # without its descendants
+            stack += order[starts[i] : ends[i]].tolist()
+            if page.tokens:
+                yield page
+
+    def _stored_by_engines(self) -> Iterator[PageFacts]:
+        """Yield every page in memory that engines have mounted. A page there may be without its parent."""
+        pages = {key: page for key, address in self._contents.listed(Tier.HBM) if (page := self._mounted(key, address))}
+        children: dict[bytes, list[bytes]] = {}
+        for key, page in pages.items():
+            children.setdefault(page.parent or b"", []).append(key)
+        stack = [key for key, page in pages.items() if page.parent not in pages]
+        while stack:
+            key = stack.pop()
+            if self._reportable(key, Tier.HBM, pages[key]) is not None:
+                stack += children.get(key, ())
+                yield pages[key]
+
+    def _mounted(self, key: bytes, address: Address) -> PageFacts | None:
+        """Return a page in memory that an engine has mounted; None if another page, or none, is at the address."""
+        table = self._contents.mounted(address.extent)
+        word = word_of(address.generation, FrameState.SEALED)
+        if table is None or address.frame >= table.frames or int(table.words[address.frame]) != word:
+            return None
+        record = Record(table.rows[address.frame].tobytes(), table.fmt)
+        if int(table.words[address.frame]) != word or record.key != key:
+            return None
+        return PageFacts(key, record.parent if record.parent != record.root else None, record.tokens)
+
+    def _read(self, key: bytes, address: Address, above: Address | None) -> PageFacts | None:
+        """Return the page at the address; None if it has left. ``above``: its address in the next faster tier."""
+        table = self._contents.table(address.extent)
+        if table is None:
+            return self._mounted(key, address)
+        if address.frame >= table.frames:
+            return None
+        record = _record(table, key, address)
+        if record is None:
+            return None
+        if record.extra.startswith((HEAD_TAG, PIECE_TAG)):  # an opaque object has no token ids
+            return PageFacts(key, None, b"")
+        tokens = self._tokens(key, address, table, record, above)
+        parent = record.parent if record.parent != record.root else None
+        return None if tokens is None else PageFacts(key, parent, tokens)
+
+    def _tokens(
+        self, key: bytes, address: Address, table: ExtentTable, record: Record, above: Address | None
+    ) -> bytes | None:
+        if record.tokens:
+            return record.tokens
+        if above is not None:
+            upper = self._contents.table(above.extent)
+            copy = _record(upper, key, above) if upper is not None and above.frame < upper.frames else None
+            if copy is not None and copy.tokens:
+                return copy.tokens
+        return self._tokens_on_nvme(key, address, table)
+
+    def _tokens_on_nvme(self, key: bytes, address: Address, table: ExtentTable) -> bytes | None:
+        nvme, frame_class = self._contents.nvme, table.frame_class
+        if nvme is None:
+            return None
+        buffer = aligned_buffer(geometry.header_bytes(frame_class))
+        try:
+            nvme.devices.read_header(table.position, address.frame, frame_class, buffer)
+        except OSError as error:
+            log.warning("frame %d of extent %d could not be read: %s", address.frame, address.extent, error)
+            return None
+        incarnation = nvme.devices.header_incarnation(table.position)
+        header = frame_header.unpack(buffer, frame_class, incarnation, *address)
+        return header.tokens.tobytes() if isinstance(header, FrameHeader) and header.key == key else None
+
+
+def _record(table: ExtentTable, key: bytes, address: Address) -> Record | None:
+    """Return the record of a sealed page; None if another page, or none, is at the address."""
+    word = word_of(address.generation, FrameState.SEALED)
+    if int(table.words[address.frame]) != word:
+        return None
+    record = table.record(address.frame)
+    return record if int(table.words[address.frame]) == word and record.key == key else None
+
+
+# --- events of vLLM --------------------------------------------------------------------------------------------------
+
+
+def blocks_stored(pages: Iterable[PageFacts | None], medium: str) -> Iterator[KvEvent]:
+    """Yield ``BlockStored`` events, one for consecutive pages of a chain with at most ``TOKENS_MAX`` tokens."""
+    run: list[PageFacts] = []
+    for page in pages:
+        if page is None or not page.tokens:
+            continue
+        follows = run and page.parent == run[-1].key and len(page.tokens) == len(run[-1].tokens)
+        if run and not (follows and (len(run) + 1) * len(page.tokens) <= 4 * TOKENS_MAX):
+            yield _stored(run, medium)
+            run = []
+        run.append(page)
+    if run:
+        yield _stored(run, medium)
+
+
+def _stored(run: list[PageFacts], medium: str) -> KvEvent:
+    return {
+        "type": "BlockStored",
+        "block_hashes": [page.key for page in run],
+        "parent_block_hash": run[0].parent,
+        "token_ids": np.frombuffer(b"".join(page.tokens for page in run), "<u4").tolist(),
+        "block_size": len(run[0].tokens) // 4,
+        "lora_id": None,
+        "medium": medium,
+        "lora_name": None,
+    }
+
+
+def blocks_removed(keys: list[bytes], medium: str) -> KvEvent:
+    """Return a ``BlockRemoved`` event."""
+    return {"type": "BlockRemoved", "block_hashes": keys, "medium": medium}
+
+
+def everything_stored(reader: PageReader) -> Iterator[KvEvent]:
+    """Yield ``BlockStored`` events of all pages in all tiers."""
+    for tier, medium in MEDIUMS.items():
+        yield from blocks_stored(reader.stored(tier), medium)
+
+
+def batches(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
+    """Group events, in order, into batches of about ``TOKENS_MAX`` token ids."""
+    batch: list[KvEvent] = []
+    tokens = 0
+    for event in events:
+        size = len(event.get("token_ids", ())) or 1
+        if batch and tokens + size > TOKENS_MAX:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(event)
+        tokens += size
+    if batch:
+        yield batch
+
+
+# --- dumps -----------------------------------------------------------------------------------------------------------
 
 
 class Dumps:

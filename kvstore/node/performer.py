@@ -55,7 +55,18 @@ from kvstore.state.interfaces import ChainRun, Rows
 from kvstore.tier.base import TierStore
 from kvstore.tier.dram import DramStore
 
+log = logging.getLogger("kvstore.node")
+
 CLASSES_MAX = 4  # classes with spare tables: those of the latest requests
+UNSTAMPED_MAX = 16384  # sealed pages in the queue for checksums; a sweep of the scrubber finds the others
+SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
+# The tail of a granted frame's record: ``info``, then the first writer. Sum, deadline, group, other writers are zero.
+_GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
+
+DECIDED = boundary.StateGuard("state/node")
+"""Surrounds each decision and its performance. If one fails half-way, the state cannot be trusted: a daemon ends."""
+
+DeviceWrite = do.Save | do.Carry | do.Erase
 
 
 class SpareTables:
@@ -97,11 +108,6 @@ class SpareTables:
         return spares.pop() if spares else None
 
 
-UNSTAMPED_MAX = 16384  # sealed pages in the queue for checksums; a sweep of the scrubber finds the others
-
-DeviceWrite = do.Save | do.Carry | do.Erase
-
-
 @dataclass(slots=True)
 class Waiting:
     """Queues of decided work. ``Tiering`` limits how many copies are under way, and so the first three queues.
@@ -117,17 +123,6 @@ class Waiting:
     loads: deque[do.Load] = field(default_factory=deque)
     relays: deque[DeviceWrite | do.Load] = field(default_factory=deque)
     unstamped: deque[Address] = field(default_factory=lambda: deque(maxlen=UNSTAMPED_MAX))
-
-
-SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
-
-# The tail of a granted frame's record: ``info``, then the first writer. Sum, deadline, group, other writers are zero.
-_GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
-
-log = logging.getLogger("kvstore.node")
-
-DECIDED = boundary.StateGuard("state/node")
-"""Surrounds each decision and its performance. If one fails half-way, the state cannot be trusted: a daemon ends."""
 
 
 class Performer:

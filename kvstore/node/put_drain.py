@@ -40,8 +40,20 @@ from kvstore.state.objects import NOWHERE
 from kvstore.wire import control
 from kvstore.wire.control import Message, Op
 
+log = logging.getLogger("kvstore.node")
+
+GROUP_PAGES = 64  # pages of a group of records; bounds the memory of its index transaction
+RETRY_S = 0.005  # between retries of records whose pages are being saved to NVMe
+_BUSY = int(Status.BUSY)
+_READ = boundary.RequestGuard("control/published")
+# Performed together. After one of them, others usually follow, so the log is polled more often.
+_BATCHED = ev.SealGranted, ev.SealObjects, ev.Publish, ev.Retract
+
 ClassOf = Callable[[int], FrameClass | None]
 """Returns the class of an extent's frames; None if there is no such extent."""
+
+
+# --- requests as events ---------------------------------------------------------------------------------------------
 
 
 def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -> ev.SealGranted:
@@ -132,14 +144,7 @@ def _checksums(body: memoryview, offset: int, count: int, layers: int) -> npt.ND
     return np.frombuffer(body, np.uint32, count * layers, offset).reshape(count, layers)
 
 
-log = logging.getLogger("kvstore.node")
-
-_BUSY = int(Status.BUSY)
-_READ = boundary.RequestGuard("control/published")
-# Performed together. After one of them, others usually follow, so the log is polled more often.
-_BATCHED = ev.SealGranted, ev.SealObjects, ev.Publish, ev.Retract
-GROUP_PAGES = 64  # pages of a group of records; bounds the memory of its index transaction
-RETRY_S = 0.005  # between retries of records whose pages are being saved to NVMe
+# --- the log of puts -------------------------------------------------------------------------------------------------
 
 
 def open_log(folder: NodeFolder, header: Header) -> PutLog | None:

@@ -62,45 +62,105 @@ from kvstore.tier.dram import DramStore, SegmentFile, check_space
 
 log = logging.getLogger("kvstore.node")
 
-
-def mount_events(folder: NodeFolder, header: Header, living: Collection[int], now_ns: int) -> Iterator[ev.FoundMount]:
-    """Yield one event per mounted segment whose engine is alive. Remove damaged tables, and those of dead engines.
-
-    Engines continue to write in the meantime. What they publish is taken in later, and takes precedence: if a frame
-    has another page by then, that page has a newer generation.
-    """
-    frames = mounts = 0
-    extents = set(folder.extents())
-    for number in mounted_numbers(folder):
-        table = MountedTable.open(folder, number, header.incarnation)
-        sound = table is not None and number not in extents and number < header.next_extent
-        if table is None or not sound or table.session not in living:
-            remove_mounted(folder, number)
-            continue
-        frames, mounts = frames + table.frames, mounts + 1
-        if frames > MOUNTED_FRAMES_MAX or mounts > MOUNTS_MAX:
-            logs.event(log, logging.ERROR, "engines have mounted more memory than a node accepts", segment=number)
-            remove_mounted(folder, number)
-            return
-        yield _mount_event(table, now_ns)
-
-
-def _mount_event(table: MountedTable, now_ns: int) -> ev.FoundMount:
-    event = ev.FoundMount(
-        *(now_ns, table.session, table.number, table.frame_class, table.frames),
-        *([], [], [], []),
-    )
-    for frame in table.sealed().tolist():
-        generation, key, root, span = table.generation(frame), table.key(frame), table.root(frame), table.span(frame)
-        if generation == table.generation(frame) and table.is_sealed(frame):  # unchanged while it was read
-            event.addresses.append(Address(table.number, frame, generation))
-            event.keys.append(key)
-            event.roots.append(root)
-            event.spans.append(span)
-    return event
-
-
+EXTENT_BYTES_MAX = 128 * MIB
+EXTENTS_AIMED_AT = 16
+LARGE_PAGE = 2 * MIB  # larger extents are multiples of this, so that tmpfs can use large pages
+INDEX_BYTES_PER_FRAME = 256  # of the map: four times an entry, so that snapshots of readers fit too
+INDEX_BYTES_MIN = 16 * MIB
+TABLES_BYTES_MIN = 1 * MIB
 BOOK_HEAD_BYTES = 256  # more than the first line of a book, which has the incarnation
+
+
+@dataclass(frozen=True)
+class LowerTier:
+    """A tier below DRAM.
+
+    Attributes:
+        open: opens its store; returns None if the node has no such tier. The arguments are those of ``open_nvme``.
+        rules: returns when pages are copied to this tier and back.
+    """
+
+    open: Callable[[NodeConfig, NodeFolder, dict[str, str], bytes | None], TierStore | None]
+    rules: Callable[[NodeConfig], TieringRules]
+
+
+def nvme_rules(config: NodeConfig) -> TieringRules:
+    """Return the configured rules of the NVMe tier."""
+    admission, cap = config.nvme_admission, config.nvme_write_bytes_per_day
+    return TieringRules(config.demote_at, config.promote_after, admission, cap)
+
+
+LOWER_TIERS: dict[Tier, LowerTier] = {Tier.NVME: LowerTier(open_nvme, nvme_rules)}
+"""The tiers below DRAM, the fastest first. A new tier needs a class (``TierStore``) and a row here."""
+
+
+def start(config: NodeConfig, failures: dict[str, str]) -> tuple[Performer, NodeState]:
+    """Lock the node's name, then recover or create its pool. Adds NVMe targets that fail to ``failures``.
+
+    Raises:
+        NodeBusy, InvalidRequest: see ``Node.start``.
+    """
+    reap_embedded(config.shm_dir)
+    folder = NodeFolder(config.shm_dir, config.name, group_shared=config.group)
+    folder.lock()
+    try:
+        return _open(config, folder, failures)
+    except BaseException:
+        folder.close()
+        raise
+
+
+def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> tuple[Performer, NodeState]:
+    header = Header.open(folder, writable=True)
+    segment_file = None
+    if header is not None and header.boot_id == boot_id():
+        segment_file = open_segment(folder, header)
+        if segment_file is not None and read_secret(folder, header.incarnation) is None:
+            segment_file.close()
+            log.warning("node %s: its secret is absent or damaged: the pages in memory are lost", config.name)
+            segment_file = None
+    if header is None or segment_file is None:
+        extent_bytes = extent_bytes_of(config)
+        positions = config.dram // extent_bytes
+        # Tables and index need more memory: about a hundredth for pages of 64 KiB.
+        check_space(config.shm_dir, positions * extent_bytes + positions * extent_bytes // 64 + TABLES_BYTES_MIN)
+        _clear(folder)
+        incarnation, secret = secrets.randbits(63) | 1, secret_on_nvme(config, folder)
+        write_secret(folder, incarnation, secret if secret is not None else new_secret())
+        header = Header.create(folder, incarnation, extent_bytes, positions)
+        segment_file = SegmentFile.create(folder, header.incarnation, extent_bytes, positions)
+    else:
+        segment_file = resize(config, folder, header, segment_file)
+    header.state = DaemonState.STARTING
+    header.heartbeat_ns = 0  # the stored heartbeat is an earlier daemon's
+    header.pid = os.getpid()
+    header.verify_reads = int(config.verify_reads)
+    return _recover(config, folder, header, segment_file, failures)
+
+
+def extent_bytes_of(config: NodeConfig) -> int:
+    """Return the configured extent size, or a sixteenth of the segment in multiples of 2 MiB, at most 128 MiB."""
+    if config.extent:
+        return config.extent
+    share = config.dram // EXTENTS_AIMED_AT
+    unit = LARGE_PAGE if share >= LARGE_PAGE else FRAME_ALIGN
+    return max(FRAME_ALIGN, min(share // unit * unit, EXTENT_BYTES_MAX))
+
+
+def _clear(folder: NodeFolder) -> None:
+    """Remove the files of another boot or incarnation. They are of no use, and would keep their memory."""
+    for extent in folder.extents():
+        remove_tables(folder, extent)
+    for epoch in folder.epochs():
+        Index.remove(folder, epoch)
+    for number in mounted_numbers(folder):
+        remove_mounted(folder, number)
+    remove(folder.segment)
+    remove(folder.path / QUARANTINE)
+    remove(folder.puts)
+
+
+# --- the segment and its size ----------------------------------------------------------------------------------------
 
 
 def open_segment(folder: NodeFolder, header: Header) -> SegmentFile | None:
@@ -202,151 +262,7 @@ def _rename_book(path: Path, old: int, new: int) -> None:
         os.close(fd)
 
 
-EXTENT_BYTES_MAX = 128 * MIB
-EXTENTS_AIMED_AT = 16
-LARGE_PAGE = 2 * MIB  # larger extents are multiples of this, so that tmpfs can use large pages
-INDEX_BYTES_PER_FRAME = 256  # of the map: four times an entry, so that snapshots of readers fit too
-INDEX_BYTES_MIN = 16 * MIB
-TABLES_BYTES_MIN = 1 * MIB
-
-
-def extent_bytes_of(config: NodeConfig) -> int:
-    """Return the configured extent size, or a sixteenth of the segment in multiples of 2 MiB, at most 128 MiB."""
-    if config.extent:
-        return config.extent
-    share = config.dram // EXTENTS_AIMED_AT
-    unit = LARGE_PAGE if share >= LARGE_PAGE else FRAME_ALIGN
-    return max(FRAME_ALIGN, min(share // unit * unit, EXTENT_BYTES_MAX))
-
-
-def start(config: NodeConfig, failures: dict[str, str]) -> tuple[Performer, NodeState]:
-    """Lock the node's name, then recover or create its pool. Adds NVMe targets that fail to ``failures``.
-
-    Raises:
-        NodeBusy, InvalidRequest: see ``Node.start``.
-    """
-    reap_embedded(config.shm_dir)
-    folder = NodeFolder(config.shm_dir, config.name, group_shared=config.group)
-    folder.lock()
-    try:
-        return _open(config, folder, failures)
-    except BaseException:
-        folder.close()
-        raise
-
-
-def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> tuple[Performer, NodeState]:
-    header = Header.open(folder, writable=True)
-    segment_file = None
-    if header is not None and header.boot_id == boot_id():
-        segment_file = open_segment(folder, header)
-        if segment_file is not None and read_secret(folder, header.incarnation) is None:
-            segment_file.close()
-            log.warning("node %s: its secret is absent or damaged: the pages in memory are lost", config.name)
-            segment_file = None
-    if header is None or segment_file is None:
-        extent_bytes = extent_bytes_of(config)
-        positions = config.dram // extent_bytes
-        # Tables and index need more memory: about a hundredth for pages of 64 KiB.
-        check_space(config.shm_dir, positions * extent_bytes + positions * extent_bytes // 64 + TABLES_BYTES_MIN)
-        _clear(folder)
-        incarnation, secret = secrets.randbits(63) | 1, secret_on_nvme(config, folder)
-        write_secret(folder, incarnation, secret if secret is not None else new_secret())
-        header = Header.create(folder, incarnation, extent_bytes, positions)
-        segment_file = SegmentFile.create(folder, header.incarnation, extent_bytes, positions)
-    else:
-        segment_file = resize(config, folder, header, segment_file)
-    header.state = DaemonState.STARTING
-    header.heartbeat_ns = 0  # the stored heartbeat is an earlier daemon's
-    header.pid = os.getpid()
-    header.verify_reads = int(config.verify_reads)
-    return _recover(config, folder, header, segment_file, failures)
-
-
-def _clear(folder: NodeFolder) -> None:
-    """Remove the files of another boot or incarnation. They are of no use, and would keep their memory."""
-    for extent in folder.extents():
-        remove_tables(folder, extent)
-    for epoch in folder.epochs():
-        Index.remove(folder, epoch)
-    for number in mounted_numbers(folder):
-        remove_mounted(folder, number)
-    remove(folder.segment)
-    remove(folder.path / QUARANTINE)
-    remove(folder.puts)
-
-
-def _drop_extent(folder: NodeFolder, number: int, keep: bool) -> None:
-    """Zero the tables of an extent, and remove them unless ``keep``.
-
-    Another extent will use its position. So clients that have mapped the tables, with a lease perhaps, must see that no
-    page is sealed there. ``keep`` leaves the file as the only trace of the extent.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        fd = open_plain(folder.records(number), os.O_RDWR)
-        with open(fd, "r+b", buffering=0) as file:
-            file.write(bytes(os.fstat(fd).st_size))
-    if not keep:
-        remove_tables(folder, number)
-
-
-def _drop_lost(
-    folder: NodeFolder, header: Header, performer: Performer, nvme: NvmePages | None, lost: list[int], living: set[int]
-) -> Quarantine:
-    """Drop the ``lost`` extents, whose tables are damaged.
-
-    Returns the positions where a living session may still write: those of the lost extents, and those in the quarantine
-    of earlier starts.
-    """
-    carved = {table.position for table in performer.tables.values() if performer.stores[table.tier].mapped}
-    vacant = set(range(performer.dram.segment.positions)) - carved
-    earlier, doubtful = read_quarantine(folder, header.incarnation), set[int]()
-    on_nvme = set() if nvme is None else {extent.number for extent in nvme.devices.extents.values()}
-    for number in set(lost) - on_nvme:
-        claimed = claimed_positions(folder, number, header.incarnation)
-        doubtful |= vacant if claimed is None else claimed & vacant
-    if earlier is None:
-        earlier, doubtful = {}, vacant
-    writers = {
-        position: earlier.get(position, set()) | (living if position in doubtful else set())
-        for position in {*earlier, *doubtful} & vacant
-    }
-    quarantine = {position: sessions for position, sessions in writers.items() if sessions}
-    keep = False
-    if quarantine != earlier:
-        try:
-            write_quarantine(folder, header.incarnation, quarantine)
-        except OSError as error:
-            log.error("the quarantine of positions cannot be written: %s", error)
-            keep = True  # the next start finds the lost extents again
-    if doubtful and quarantine:
-        log.warning("%d positions are held for %d sessions that may still write there", len(quarantine), len(living))
-    for number in lost:
-        _drop_extent(folder, number, keep)
-    return quarantine
-
-
-@dataclass(frozen=True)
-class LowerTier:
-    """A tier below DRAM.
-
-    Attributes:
-        open: opens its store; returns None if the node has no such tier. The arguments are those of ``open_nvme``.
-        rules: returns when pages are copied to this tier and back.
-    """
-
-    open: Callable[[NodeConfig, NodeFolder, dict[str, str], bytes | None], TierStore | None]
-    rules: Callable[[NodeConfig], TieringRules]
-
-
-def nvme_rules(config: NodeConfig) -> TieringRules:
-    """Return the configured rules of the NVMe tier."""
-    admission, cap = config.nvme_admission, config.nvme_write_bytes_per_day
-    return TieringRules(config.demote_at, config.promote_after, admission, cap)
-
-
-LOWER_TIERS: dict[Tier, LowerTier] = {Tier.NVME: LowerTier(open_nvme, nvme_rules)}
-"""The tiers below DRAM, the fastest first. A new tier needs a class (``TierStore``) and a row here."""
+# --- recovery --------------------------------------------------------------------------------------------------------
 
 
 def _recover(
@@ -438,6 +354,56 @@ def _map_tables(folder: NodeFolder, header: Header, performer: Performer, living
     return quarantine
 
 
+def _drop_lost(
+    folder: NodeFolder, header: Header, performer: Performer, nvme: NvmePages | None, lost: list[int], living: set[int]
+) -> Quarantine:
+    """Drop the ``lost`` extents, whose tables are damaged.
+
+    Returns the positions where a living session may still write: those of the lost extents, and those in the quarantine
+    of earlier starts.
+    """
+    carved = {table.position for table in performer.tables.values() if performer.stores[table.tier].mapped}
+    vacant = set(range(performer.dram.segment.positions)) - carved
+    earlier, doubtful = read_quarantine(folder, header.incarnation), set[int]()
+    on_nvme = set() if nvme is None else {extent.number for extent in nvme.devices.extents.values()}
+    for number in set(lost) - on_nvme:
+        claimed = claimed_positions(folder, number, header.incarnation)
+        doubtful |= vacant if claimed is None else claimed & vacant
+    if earlier is None:
+        earlier, doubtful = {}, vacant
+    writers = {
+        position: earlier.get(position, set()) | (living if position in doubtful else set())
+        for position in {*earlier, *doubtful} & vacant
+    }
+    quarantine = {position: sessions for position, sessions in writers.items() if sessions}
+    keep = False
+    if quarantine != earlier:
+        try:
+            write_quarantine(folder, header.incarnation, quarantine)
+        except OSError as error:
+            log.error("the quarantine of positions cannot be written: %s", error)
+            keep = True  # the next start finds the lost extents again
+    if doubtful and quarantine:
+        log.warning("%d positions are held for %d sessions that may still write there", len(quarantine), len(living))
+    for number in lost:
+        _drop_extent(folder, number, keep)
+    return quarantine
+
+
+def _drop_extent(folder: NodeFolder, number: int, keep: bool) -> None:
+    """Zero the tables of an extent, and remove them unless ``keep``.
+
+    Another extent will use its position. So clients that have mapped the tables, with a lease perhaps, must see that no
+    page is sealed there. ``keep`` leaves the file as the only trace of the extent.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        fd = open_plain(folder.records(number), os.O_RDWR)
+        with open(fd, "r+b", buffering=0) as file:
+            file.write(bytes(os.fstat(fd).st_size))
+    if not keep:
+        remove_tables(folder, number)
+
+
 def _state(config: NodeConfig, header: Header, performer: Performer, names: Iterable[Any]) -> NodeState:
     """Return a state without pages, for ``recovery`` to fill."""
     if config.eviction not in POLICIES:
@@ -520,6 +486,43 @@ def read_extent(table: ExtentTable) -> StoredExtent:
         sound,
         table.tier,
     )
+
+
+def mount_events(folder: NodeFolder, header: Header, living: Collection[int], now_ns: int) -> Iterator[ev.FoundMount]:
+    """Yield one event per mounted segment whose engine is alive. Remove damaged tables, and those of dead engines.
+
+    Engines continue to write in the meantime. What they publish is taken in later, and takes precedence: if a frame
+    has another page by then, that page has a newer generation.
+    """
+    frames = mounts = 0
+    extents = set(folder.extents())
+    for number in mounted_numbers(folder):
+        table = MountedTable.open(folder, number, header.incarnation)
+        sound = table is not None and number not in extents and number < header.next_extent
+        if table is None or not sound or table.session not in living:
+            remove_mounted(folder, number)
+            continue
+        frames, mounts = frames + table.frames, mounts + 1
+        if frames > MOUNTED_FRAMES_MAX or mounts > MOUNTS_MAX:
+            logs.event(log, logging.ERROR, "engines have mounted more memory than a node accepts", segment=number)
+            remove_mounted(folder, number)
+            return
+        yield _mount_event(table, now_ns)
+
+
+def _mount_event(table: MountedTable, now_ns: int) -> ev.FoundMount:
+    event = ev.FoundMount(
+        *(now_ns, table.session, table.number, table.frame_class, table.frames),
+        *([], [], [], []),
+    )
+    for frame in table.sealed().tolist():
+        generation, key, root, span = table.generation(frame), table.key(frame), table.root(frame), table.span(frame)
+        if generation == table.generation(frame) and table.is_sealed(frame):  # unchanged while it was read
+            event.addresses.append(Address(table.number, frame, generation))
+            event.keys.append(key)
+            event.roots.append(root)
+            event.spans.append(span)
+    return event
 
 
 class TierView:
