@@ -125,7 +125,7 @@ class EventLog:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def sealed(
+    def append_sealed(
         self,
         cause: str,
         tier: Tier,

@@ -381,7 +381,7 @@ class Performer:
                 table.column(fmt.info)[frames] |= np.uint64(STAMPED << 48)
         self._index_ops.append((tier, instruction.keys, addresses))
         root = self.root(addresses[0].extent, addresses[0].frame)
-        self.events.sealed(instruction.cause, tier, instruction.keys, root, instruction.rows, instruction.spans)
+        self.events.append_sealed(instruction.cause, tier, instruction.keys, root, instruction.rows, instruction.spans)
         if sums is None and self.tables[addresses[0].extent].fmt.tail:
             self.waiting.unstamped.extend(addresses)
 
@@ -411,7 +411,7 @@ class Performer:
         keys = instruction.keys
         self._index_ops.append((Tier.HBM, keys, instruction.addresses))
         if instruction.root:
-            self.events.sealed("put", Tier.HBM, keys, instruction.root, spans=instruction.spans)
+            self.events.append_sealed("put", Tier.HBM, keys, instruction.root, spans=instruction.spans)
 
     def _write_mounts(self, instruction: do.WriteMounts) -> None:
         # Stored first, so that no number is used twice.

@@ -27,7 +27,7 @@ def key(number: int) -> bytes:
 def filled(count: int, first_seq: int = 100) -> EventLog:
     log = EventLog(first_seq)
     for number in range(count):
-        log.sealed("put", Tier.DRAM, [key(number)], b"r" * 16)
+        log.append_sealed("put", Tier.DRAM, [key(number)], b"r" * 16)
     return log
 
 
@@ -126,7 +126,7 @@ def test_an_event_names_whose_pages_it_is_of() -> None:
     log = EventLog(0)
     roots = [bytes([n]) * 16 for n in range(200)]
     log.salt_of = {root: f"tenant-{n}" for n, root in enumerate(roots)}.get  # type: ignore[assignment]
-    log.sealed("put", Tier.DRAM, [key(1), key(2)], roots[5])
+    log.append_sealed("put", Tier.DRAM, [key(1), key(2)], roots[5])
     log.append("evicted", Tier.DRAM, "space", [key(1), key(2), key(3)], [roots[1], roots[2], roots[1]])
     log.append("dropped", Tier.DRAM, "data", [key(9)])
     log.append("evicted", Tier.DRAM, "space", [key(n) for n in range(600)], [roots[n % 200] for n in range(600)])
