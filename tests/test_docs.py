@@ -119,6 +119,14 @@ def test_a_path_names_each_folder_once() -> None:
         assert len(set(path)) == len(path), path
 
 
+def test_every_request_that_can_be_published_is_named() -> None:
+    """Beside the log of puts, as the code that decodes it has them."""
+    drain = (ROOT / "kvstore" / "node" / "put_drain.py").read_text()
+    page = (ROOT / "docs" / "internals" / "node.md").read_text()
+    ops = re.findall(r"^ +Op\.(\w+): self\._\w+,$", drain, re.MULTILINE)
+    assert len(ops) >= 7 and [op for op in ops if f"`{op}`" not in page] == []
+
+
 def test_the_tour_takes_ten_minutes() -> None:
     assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 250
 

@@ -274,8 +274,8 @@ class PrefixCache(ABC):
 
         There may be fewer new pages than expected: if the store is full of pages that cannot be evicted (leased, being
         written), if another writer was faster, or if parent pages were evicted. The stored pages are always a prefix. A
-        put waits for the node in any case if pages cannot be published: over gRPC, in an embedded store, for a tenant
-        with a quota, after a page that is only on NVMe, and beyond 64 sessions at a time.
+        put waits for the node in any case if pages cannot be published: over gRPC, in an embedded store, after a page
+        that is only on NVMe, and beyond 64 sessions at a time.
 
         Raises:
             InvalidRequest: as ``keys``; ``pages`` does not have exactly the size of the full pages, or is not

@@ -66,8 +66,8 @@ class AnnounceBatch:
         number: of the batch in its stream, from 0 on.
         fingerprints, marks: stored and removed pages, in order.
         whole: whether this batch completes the node's entries for this owner.
-        placed: the number of the ``Placement`` for which the owner has all entries after this batch; 0 if for none, or
-            if more follows at once.
+        placement: the number of the ``Placement`` for which the owner has all entries after this batch; 0 if for none,
+            or if more follows at once.
     """
 
     node: str
@@ -84,7 +84,7 @@ class Doubt(NamedTuple):
 
     Attributes:
         node: its name; "": any node.
-        placed: the number of the ``Placement`` for which the entries are complete; 0 if for none, so any may be
+        placement: the number of the ``Placement`` for which the entries are complete; 0 if for none, so any may be
             missing.
     """
 

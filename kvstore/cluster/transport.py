@@ -46,7 +46,7 @@ class PullResult:
         pages: how many leading pages are in their place and verified.
         reason: why there are not more, in the words of ``Match.reason``; "" if all were read.
         tiers: how many pages came from each tier of the source.
-        touched: how many leading places may have been written to. Those after ``pages`` do not hold a page.
+        dirty: how many leading places may have been written to. Those after ``pages`` do not hold a page.
     """
 
     pages: int = 0
@@ -167,7 +167,7 @@ class Transport(Protocol):
 
         Args:
             silence_s: how long nothing may arrive, at the beginning and later.
-            held: holds the places. None: nothing may be written to the places after this returns.
+            holder: holds the places. None: nothing may be written to the places after this returns.
 
         Raises:
             LateBytes: only with ``holder``, after ``holder.leave`` was called.

@@ -7,8 +7,8 @@ the pages were there during the whole read.
 
 Worked example: 32 pages of 256 KiB in frames 8..39 of extent 6 are one run. It is read in 6 parts of 5, 7, 7, 7, 4 and
 2 frames, each of at most 2 MiB. On the device, each part is header, page, header, page, and so on. Two threads read the
-parts, while the caller checks and copies the parts that are done. If page 17 is invalid, the match ends there, even if
-page 18 is valid. The caller's rows from 17 on are then unchanged or contain their page.
+parts of a disk, while the caller checks and copies the parts that are done. If page 17 is invalid, the match ends
+there, even if page 18 is valid. The caller's rows from 17 on are then unchanged or contain their page.
 
 A system call that reads from a device cannot be cancelled: its thread is blocked until the device answers. So the
 caller never reads itself, and its deadline holds even if a device is silent. Threads read into internal buffers and

@@ -163,8 +163,8 @@ class LocalPut(PendingPut):
 
     @staticmethod
     def may_publish(mapped: Mapped) -> bool:
-        """Return whether a published put cannot be refused later: its tenant has no quota, or is charged when frames
-        are granted."""
+        """Return whether puts can be published: this session has a log, and the node is serving. A quota does not
+        matter, because a tenant is charged when frames are granted."""
         return mapped.channel.publisher is not None and mapped.words[_STATE] == _READY
 
     def take(self, page: int) -> list[Address]:

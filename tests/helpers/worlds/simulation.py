@@ -9,8 +9,8 @@ from collections import Counter
 from kvstore.model.replica import FrameClass, Status
 from tests.helpers.worlds.world import MS, Chain, World
 
-# ``KVSTORE_TEST_SEEDS``: how many histories each simulation of a node runs; a third each with no, few and many crashes.
-SEEDS = range(int(os.environ.get("KVSTORE_TEST_SEEDS", "9")))
+# ``KVSTORE_TEST_HISTORIES``: how many histories each simulation of a node runs: a third each with no, few, many kills.
+SEEDS = range(int(os.environ.get("KVSTORE_TEST_HISTORIES", "9")))
 
 EXTENT_BYTES = 128 << 10
 POSITIONS = 12
