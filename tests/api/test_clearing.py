@@ -35,7 +35,7 @@ def store() -> Iterator[Store]:
 
 def test_each_step_of_a_clear_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "LOOK_PAGES", STEP)
-    steps = list(store.clearing("k", "a"))
+    steps = list(store.clear_in_steps("k", "a"))
     assert sum(steps) == OBJECTS and max(steps) <= STEP and len(steps) > 2 * OBJECTS // STEP
     assert store.object_keys("a") == [] and len(store.object_keys("b")) == OBJECTS
 
@@ -43,7 +43,7 @@ def test_each_step_of_a_clear_is_bounded(store: Store, monkeypatch: pytest.Monke
 def test_what_moves_past_a_look_is_cleared_by_the_next(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object that moves between tiers behind the look is like one that is put behind it."""
     monkeypatch.setattr(objects, "LOOK_PAGES", STEP)
-    steps = store.clearing("k", "a")
+    steps = store.clear_in_steps("k", "a")
     gone = next(steps) + next(steps)
     again = [key for key in (f"k{number}" for number in range(OBJECTS)) if not store.contains(key, "a")]
     assert len(again) == gone > 0
@@ -53,7 +53,7 @@ def test_what_moves_past_a_look_is_cleared_by_the_next(store: Store, monkeypatch
 
 def test_a_call_ends_while_new_objects_come_all_the_time(store: Store) -> None:
     ended = 0
-    for gone in store.clearing("k", "a"):
+    for gone in store.clear_in_steps("k", "a"):
         ended += 1
         assert gone
         store.put(f"k{ended}", b"new", "a")

@@ -80,8 +80,8 @@ def test_pages_of_a_layout_that_looks_like_an_objects_cannot_be_deleted(store: S
     head = find_head(mapped, objects.object_root(""), b"k")
     pages = [raw for raw in mapped.index.find_many(Tier.DRAM, keys.hashes) if raw is not None]
     assert head is not None and ADDRESS.unpack(head.address)[0] == ADDRESS.unpack(pages[1])[0], "in one extent"
-    assert store._drop(pages) == bytes([Status.STALE] * 2) and cache.lookup(keys).pages == 2
-    assert store._drop([head.address]) == bytes([Status.OK]) and store.get("k") is None
+    assert store._delete_pages(pages) == bytes([Status.STALE] * 2) and cache.lookup(keys).pages == 2
+    assert store._delete_pages([head.address]) == bytes([Status.OK]) and store.get("k") is None
     assert cache.get(keys).pages == 2
 
 

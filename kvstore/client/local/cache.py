@@ -294,7 +294,7 @@ class LocalCache(PrefixCache):
         if not located:
             return 0, ABSENT
         read = reader.start(located, keys, self.frame_class, rows)
-        self._name(mapped, True)  # a hint
+        self._name(mapped, as_hint=True)
         hint_read(mapped, read.addresses)  # while the devices are reading
         pages, reason = read.result(mapped.timeout_s)
         if read.damaged:

@@ -295,7 +295,7 @@ class SocketChannel:
         elif incarnation is not None and incarnation != self.incarnation:
             self.ended = True
             raise NodeUnavailable(f"{self.folder.name}: the node was recreated after it was opened here")
-        for request in self.publisher.assigned(reply.get("puts")):
+        for request in self.publisher.assign(reply.get("puts")):
             sock.send(request)
 
     # --- receiving: one thread at a time, for all waiting threads ---------------------------------------------------

@@ -1,15 +1,16 @@
-"""Finds, reads and puts many objects at once on a node of this machine, with few Python steps for each.
+"""Lookups, reads and puts of many objects at once, on a node of this machine, with few Python steps for each object.
 
-``find_heads`` looks up the heads of all names in one index transaction, then proves them one extent at a time. A head
-is proven like any page (see ``verify_hit``): its frame's word says SEALED under the generation that the index named,
-and its record holds the whole key. ``find_head`` does the same for one name.
+``find_heads`` looks up the heads of all names in one index transaction, and then proves them extent by extent. A head
+is proven like a page (see ``verify_hit``): its frame's word says SEALED under the generation that the index names, and
+its record contains the whole key. ``find_head`` does the same for one name.
 
-``read_objects`` finds heads and pieces in two index transactions, copies the values, and compares all generations again
-at the end. Objects that are not in DRAM or that changed are left to the caller, which reads them one after another.
+``read_objects`` finds heads and pieces in two index transactions, copies the values, and then compares all generations
+again. It leaves objects that are not in DRAM, or that have changed, to the caller, which reads them one by one.
 
-``ObjectsPut`` copies many objects into granted frames, and publishes or seals many at a time, each object as a whole.
-It leaves some objects to the caller, which puts them one after another (``PiecesPut``, ``HeadPut``) and reports why one
-is not stored: those larger than a request, those without frames, and those with which the node is busy.
+``ObjectsPut`` copies many objects into granted frames, and publishes or seals many of them at a time. Each object is
+stored as a whole or not at all. It leaves some objects to the caller: those that are larger than a request, those
+without frames, and those with which the node is busy. The caller puts these one by one (``PiecesPut``, ``HeadPut``),
+which also shows why an object cannot be stored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy.typing as npt
 from kvstore import failpoint
 from kvstore.client.buffers import DeviceRows, Rows, Scattered
 from kvstore.client.local.frame_copies import frames_of
-from kvstore.client.local.grants import BATCH_BYTES, GrantPool, Purpose, still_ours
+from kvstore.client.local.grants import BATCH_BYTES, GrantPool, Purpose, is_still_granted
 from kvstore.client.local.index_lookup import find_published
 from kvstore.client.local.node import Mapped
 from kvstore.client.local.publisher import PendingReply
@@ -55,77 +56,81 @@ _SEALED = int(FrameState.SEALED)
 
 
 class GatheredFrames(NamedTuple):
-    """Frames of one extent as they were at one moment.
+    """Sealed frames of one extent, with their words and records at one moment.
 
     Attributes:
-        places: the position of each among the requested objects.
-        gathered: the frames again, as an array.
-        words: each frame's word at that moment. ``rows``: the identity rows at that moment, ``[frames, width]``.
+        positions: the position of each frame's object among the requested objects.
+        frames: the frames.
+        frame_array: the frames as an array.
+        words: the words of the frames.
+        rows: the identity rows of the frames, ``[frames, width]``.
     """
 
     extent: MappedExtent
-    places: Sequence[int]
+    positions: Sequence[int]
     frames: Sequence[int]
-    gathered: npt.NDArray[np.intp]
+    frame_array: npt.NDArray[np.intp]
     words: npt.NDArray[np.uint64]
     rows: npt.NDArray[np.uint8]
 
     def changed(self) -> list[int]:
-        """Return the places of frames that have changed since."""
-        now = self.extent.words[self.gathered]
-        if now.tobytes() == self.words.tobytes():
+        """Return the positions of objects whose frames have changed since."""
+        words = self.extent.words[self.frame_array]
+        if words.tobytes() == self.words.tobytes():
             return []
-        same = (now == self.words).tolist()
-        return [place for place, held in zip(self.places, same, strict=True) if not held]
+        unchanged = (words == self.words).tolist()
+        return [position for position, is_same in zip(self.positions, unchanged, strict=True) if not is_same]
 
 
 def gather(mapped: Mapped, raws: Sequence[bytes | None]) -> list[GatheredFrames]:
-    """Return the frames at these raw DRAM addresses that are sealed under the named generations, by extent."""
-    places: Sequence[int] = range(len(raws))
+    """Return the frames at these raw DRAM addresses, by extent. Omit those that are not sealed under the generation in
+    their address."""
+    positions: Sequence[int] = range(len(raws))
     if None in raws:
-        places = [place for place, raw in enumerate(raws) if raw is not None]
-    packed = b"".join([raw[:ADDRESS_BYTES] for raw in raws if raw is not None])
-    flat = struct.unpack("<" + "IIQ" * len(places), packed)
-    numbers, frames, generations = flat[0::3], flat[1::3], flat[2::3]
+        positions = [position for position, raw in enumerate(raws) if raw is not None]
+    addresses = b"".join([raw[:ADDRESS_BYTES] for raw in raws if raw is not None])
+    fields = struct.unpack("<" + "IIQ" * len(positions), addresses)
+    numbers, frames, generations = fields[0::3], fields[1::3], fields[2::3]
     words = [generation << 8 | _SEALED for generation in generations]
-    several = dict.fromkeys(numbers)
-    if len(several) == 1:
-        return _sealed(mapped, numbers[0], places, frames, words)
-    found = []
-    for number in several:
-        mine = [i for i, other in enumerate(numbers) if other == number]
-        parts = ([of[i] for i in mine] for of in (places, frames, words))
-        found += _sealed(mapped, number, *parts)
-    return found
+    extent_numbers = dict.fromkeys(numbers)
+    if len(extent_numbers) == 1:
+        return _gather_extent(mapped, numbers[0], positions, frames, words)
+    gathered = []
+    for number in extent_numbers:
+        chosen = [i for i, other in enumerate(numbers) if other == number]
+        parts = ([values[i] for i in chosen] for values in (positions, frames, words))
+        gathered += _gather_extent(mapped, number, *parts)
+    return gathered
 
 
-def _sealed(
-    mapped: Mapped, number: int, places: Sequence[int], frames: Sequence[int], words: Sequence[int]
+def _gather_extent(
+    mapped: Mapped, number: int, positions: Sequence[int], frames: Sequence[int], words: Sequence[int]
 ) -> list[GatheredFrames]:
-    """Return the frames of one extent that are sealed under the named generations; empty if there are none."""
+    """Return the frames of one extent that have these words; empty if there are none."""
     extent = mapped.dram.extents.get(number) or mapped.dram.extent(number)
     if extent is None or max(frames) >= len(extent.words):
         return []
-    index = np.array(frames, np.intp)
-    now = extent.words[index]
-    if now.tolist() != words:
-        kept = [i for i, (mine, named) in enumerate(zip(now.tolist(), words, strict=True)) if mine == named]
-        if not kept:
+    frame_array = np.array(frames, np.intp)
+    current = extent.words[frame_array]
+    if current.tolist() != words:
+        equal = [i for i, (word, expected) in enumerate(zip(current.tolist(), words, strict=True)) if word == expected]
+        if not equal:
             return []
-        places, frames = [places[i] for i in kept], [frames[i] for i in kept]
-        index, now = index[kept], now[kept]
-    return [GatheredFrames(extent, places, frames, index, now, extent.identity[index])]
+        positions, frames = [positions[i] for i in equal], [frames[i] for i in equal]
+        frame_array, current = frame_array[equal], current[equal]
+    return [GatheredFrames(extent, positions, frames, frame_array, current, extent.identity[frame_array])]
 
 
 class DramHeads:
-    """The heads of those requested objects that are in DRAM.
+    """The proven heads in DRAM of requested objects.
 
     Attributes:
-        keys: the keys of all names, in any tier. ``raws``: their addresses in DRAM, as the index names them.
-        frames: the frames under which they were proven.
-        heads: by position among the names: extent, frame and bytes of the value; None if it is not proven.
-        large: by position, for objects that have pieces: how many, and their nonce.
-        other: positions of names for which the index names another object's page.
+        keys: the keys of all names.
+        raws: for each name, the address in DRAM that the index names; empty if the index is damaged.
+        frames: the frames of the heads.
+        heads: for each name, extent, frame and value size of its head; None if no head is proven.
+        large: for objects with pieces, the number of pieces and their nonce, by position.
+        other: positions of names whose key belongs to another object.
     """
 
     __slots__ = ("keys", "raws", "frames", "heads", "large", "other")
@@ -147,150 +152,156 @@ class DramHeads:
                 self._prove(frames, root, names)
 
     def _prove(self, frames: GatheredFrames, root: bytes, names: Sequence[bytes]) -> None:
-        told, heads, keys, extent = HeadRows(frames.rows, root), self.heads, self.keys, frames.extent
-        sizes, pieces = told.value_bytes, told.pieces
-        for i, (place, frame) in enumerate(zip(frames.places, frames.frames, strict=True)):
-            if told.key(i) == keys[place] and told.name(i) == names[place]:
-                heads[place] = extent, frame, sizes[i]
+        records, heads, keys, extent = HeadRows(frames.rows, root), self.heads, self.keys, frames.extent
+        sizes, pieces = records.value_bytes, records.pieces
+        for i, (position, frame) in enumerate(zip(frames.positions, frames.frames, strict=True)):
+            if records.key(i) == keys[position] and records.name(i) == names[position]:
+                heads[position] = extent, frame, sizes[i]
                 if pieces[i]:
-                    self.large[place] = pieces[i], told.nonce(i)
-            elif int(extent.words[frame]) == int(frames.words[i]):  # else it has left, and may be in a lower tier
-                self.other.add(place)
+                    self.large[position] = pieces[i], records.nonce(i)
+            elif int(extent.words[frame]) == int(frames.words[i]):  # otherwise the object may be in a lower tier now
+                self.other.add(position)
 
 
 def find_heads(
     mapped: Mapped, root: bytes, names: Sequence[bytes], keys: list[bytes] | None = None
 ) -> list[bytes | None]:
-    """Return the address of each object's head, in any tier; None if there is none, or if it belongs to another
-    string. ``keys``: those of the names, if they are known."""
-    proven = DramHeads(mapped, root, names, keys)
-    found = [raw if head is not None else None for raw, head in zip(proven.raws, proven.heads, strict=False)]
-    found += [None] * (len(names) - len(found))
-    left = [place for place, raw in enumerate(found) if raw is None and place not in proven.other]
-    for reader in mapped.lower.values() if left else ():
+    """Return the address of each object's head, in any tier; None if there is none, or if the key belongs to another
+    object.
+
+    Args:
+        keys: the keys of the names, if the caller has computed them.
+    """
+    dram = DramHeads(mapped, root, names, keys)
+    addresses = [raw if head is not None else None for raw, head in zip(dram.raws, dram.heads, strict=False)]
+    addresses += [None] * (len(names) - len(addresses))
+    missing = [position for position, raw in enumerate(addresses) if raw is None and position not in dram.other]
+    for reader in mapped.lower.values() if missing else ():
         try:
-            raws = mapped.index.find_many(reader.tier, [proven.keys[place] for place in left])
+            raws = mapped.index.find_many(reader.tier, [dram.keys[position] for position in missing])
         except IndexDamaged:
             break
-        unseen = []
-        for place, raw in zip(left, raws, strict=True):
+        still_missing = []
+        for position, raw in zip(missing, raws, strict=True):
             head = reader.object_head(raw) if raw is not None else None
             about = read_row(head.row) if head is not None else None
             if head is None:
-                unseen.append(place)
-            elif about is not None and about[0] == root and about[1].name == names[place]:
-                found[place] = raw if head.row[KEY] == proven.keys[place] else None
-        left = unseen
-    return found
+                still_missing.append(position)
+            elif about is not None and about[0] == root and about[1].name == names[position]:
+                addresses[position] = raw if head.row[KEY] == dram.keys[position] else None
+        missing = still_missing
+    return addresses
 
 
-Place = tuple[MappedExtent, int]
-"""A page's frame."""
+PageFrame = tuple[MappedExtent, int]
+"""The extent and the frame of a page."""
 
 
 def read_objects(
     mapped: Mapped, root: bytes, names: Sequence[bytes], targets: Sequence[Rows | Scattered]
 ) -> list[int | None]:
-    """Copy each of these objects into its target. Returns the bytes of each; None if it could not be read this way.
+    """Copy objects from DRAM into their targets. Return the size of each; None if it could not be read in this way.
 
     Raises:
-        InvalidRequest: a target is too small; nothing was copied.
+        InvalidRequest: a target is too small. Nothing was copied.
     """
-    found = DramHeads(mapped, root, names)
-    heads, large, lengths = found.heads, found.large, list[int | None]()
-    for place, (head, target) in enumerate(zip(heads, targets, strict=True)):
+    dram = DramHeads(mapped, root, names)
+    heads, large, sizes = dram.heads, dram.large, list[int | None]()
+    for position, (head, target) in enumerate(zip(heads, targets, strict=True)):
         if head is None:
             continue
         extent, _, size = head
-        count = large[place][0] if place in large else 0
+        count = large[position][0] if position in large else 0
         if (count or size > extent.page_bytes) and count != pieces_of(size, extent.page_bytes):
-            heads[place] = None  # its record is damaged
-            large.pop(place, None)
+            heads[position] = None  # the record is damaged
+            large.pop(position, None)
         elif target.nbytes < size:
             raise InvalidRequest("out", f"must have at least {size} bytes for the value (got {target.nbytes})")
-    pieces, before = _pieces(mapped, root, names, found) if large else ([], {})
+    piece_frames, pieces = _find_pieces(mapped, root, names, dram) if large else ([], {})
     if failpoint.ACTIVE:
         failpoint.hit("client.reading")
-    for place, (head, target) in enumerate(zip(heads, targets, strict=True)):
-        if head is None or (place in large and place not in before):
-            lengths.append(None)
+    for position, (head, target) in enumerate(zip(heads, targets, strict=True)):
+        if head is None or (position in large and position not in pieces):
+            sizes.append(None)
             continue
         extent, frame, size = head
-        if type(target) is Scattered or place in before:
-            _copy([*before.get(place, ()), (extent, frame)], size, target)
+        if type(target) is Scattered or position in pieces:
+            _copy_pages([*pieces.get(position, ()), (extent, frame)], size, target)
         else:
             assert not isinstance(target, Scattered)
             row = extent.pages[frame]
             copy(target if target.size == size else target[:size], row if row.size == size else row[:size])
-        lengths.append(size)
+        sizes.append(size)
     now_ns = time.monotonic_ns()
-    for frames in (*found.frames, *pieces):
-        for place in frames.changed():
-            lengths[place] = None
-        frames.extent.last_use[frames.gathered] = now_ns
-    for place, chain in before.items():  # count the pages as a get of one object does
-        if lengths[place] is not None:
-            mapped.counters.got(mapped.row(chain[0][0].frame_class), len(chain), len(chain), 0, "")
-    return lengths
+    for frames in (*dram.frames, *piece_frames):
+        for position in frames.changed():
+            sizes[position] = None
+        frames.extent.last_use[frames.frame_array] = now_ns
+    for position, object_pieces in pieces.items():  # count the pieces as a get of one object does
+        if sizes[position] is not None:
+            row_number, count = mapped.row(object_pieces[0][0].frame_class), len(object_pieces)
+            mapped.counters.got(row_number, count, count, 0, "")
+    return sizes
 
 
-def _pieces(
-    mapped: Mapped, root: bytes, names: Sequence[bytes], heads: DramHeads
-) -> tuple[list[GatheredFrames], dict[int, list[Place]]]:
-    """Return the frames of these objects' pieces, and their places by position in ``names``, for objects of which all
-    pieces exist."""
+def _find_pieces(
+    mapped: Mapped, root: bytes, names: Sequence[bytes], dram: DramHeads
+) -> tuple[list[GatheredFrames], dict[int, list[PageFrame]]]:
+    """Return the frames of the pieces of large objects. Also return the pieces in order, by the object's position, for
+    objects whose pieces are all in DRAM."""
     keys: list[bytes] = []
     rows: list[bytes] = []
     owners: list[int] = []
-    for owner, (count, nonce) in heads.large.items():
-        head = heads.heads[owner]
-        assert head is not None, "proven"
+    for owner, (count, nonce) in dram.large.items():
+        head = dram.heads[owner]
+        assert head is not None, "a large object has a proven head"
         about = About(names[owner], head[2], count, nonce)
         chain = about.piece_keys(root, head[0].frame_class.page_tokens)
         width = len(chain.identity_bytes) // count
         keys += chain.hashes
-        rows += [chain.identity_bytes[at : at + width] for at in range(0, count * width, width)]
+        rows += [chain.identity_bytes[start : start + width] for start in range(0, count * width, width)]
         owners += [owner] * count
     try:
         raws = mapped.index.find_many(mapped.dram.tier, keys)
     except IndexDamaged:
         return [], {}
-    proven: list[Place | None] = [None] * len(keys)
-    found = gather(mapped, raws) if any(raws) else []
-    for frames in found:
+    proven: list[PageFrame | None] = [None] * len(keys)
+    gathered = gather(mapped, raws) if any(raws) else []
+    for frames in gathered:
         data, width = frames.rows.tobytes(), frames.rows.shape[1]
-        for i, (place, frame) in enumerate(zip(frames.places, frames.frames, strict=True)):
-            head = heads.heads[owners[place]]
-            of_class = head is not None and frames.extent.frame_class == head[0].frame_class
-            if of_class and data[i * width : (i + 1) * width] == rows[place]:
-                proven[place] = frames.extent, frame
-    places: dict[int, list[Place]] = {}
-    lost = {owner for owner, piece in zip(owners, proven, strict=True) if piece is None}
-    for owner, piece in zip(owners, proven, strict=True):
-        if piece is not None and owner not in lost:
-            places.setdefault(owner, []).append(piece)
-    return [frames._replace(places=[owners[place] for place in frames.places]) for frames in found], places
+        for i, (piece, frame) in enumerate(zip(frames.positions, frames.frames, strict=True)):
+            head = dram.heads[owners[piece]]
+            has_class = head is not None and frames.extent.frame_class == head[0].frame_class
+            if has_class and data[i * width : (i + 1) * width] == rows[piece]:
+                proven[piece] = frames.extent, frame
+    incomplete = {owner for owner, page in zip(owners, proven, strict=True) if page is None}
+    pieces: dict[int, list[PageFrame]] = {}
+    for owner, page in zip(owners, proven, strict=True):
+        if page is not None and owner not in incomplete:
+            pieces.setdefault(owner, []).append(page)
+    return [frames._replace(positions=[owners[piece] for piece in frames.positions]) for frames in gathered], pieces
 
 
-def _copy(pages: list[Place], value_bytes: int, target: Rows | Scattered) -> None:
-    """Copy a value's pages end to end into its target."""
+def _copy_pages(pages: list[PageFrame], value_bytes: int, target: Rows | Scattered) -> None:
+    """Copy the pages of a value, one after the other, into its target."""
     if not value_bytes:
         return  # an empty target may have no parts
-    page_bytes, at = pages[0][0].page_bytes, 0
+    page_bytes, offset = pages[0][0].page_bytes, 0
     parts = iter(target.parts if isinstance(target, Scattered) else [target])
-    part, start = next(parts), 0  # the part with byte ``at`` of the value, and where it begins
-    while at < value_bytes:
-        while at == start + part.size:
-            start, part = start + part.size, next(parts)
-        extent, frame = pages[at // page_bytes]
-        low = at % page_bytes
-        size = min(page_bytes - low, start + part.size - at, value_bytes - at)
-        copy(part[at - start : at - start + size], extent.pages[frame, low : low + size])
-        at += size
+    part, part_start = next(parts), 0  # the part for byte `offset` of the value, and where the part begins
+    while offset < value_bytes:
+        while offset == part_start + part.size:
+            part_start, part = part_start + part.size, next(parts)
+        extent, frame = pages[offset // page_bytes]
+        in_page = offset % page_bytes
+        size = min(page_bytes - in_page, part_start + part.size - offset, value_bytes - offset)
+        in_part = offset - part_start
+        copy(part[in_part : in_part + size], extent.pages[frame, in_page : in_page + size])
+        offset += size
 
 
-class Found(NamedTuple):
-    """A proven head of an object. ``extent`` is None if it is not in memory."""
+class ProvenHead(NamedTuple):
+    """The proven head of an object, at a raw address. ``extent`` is None if the head is not in DRAM."""
 
     about: About
     frame_class: FrameClass
@@ -299,110 +310,111 @@ class Found(NamedTuple):
     frame: int
     word: int
 
-    def copy_to(self, into: Scattered, start: int) -> bool:
-        """Copy the head's part of the value from DRAM; return False if the page has changed."""
+    def copy_to(self, target: Scattered, start: int) -> bool:
+        """Copy the end of the value, which the head contains, from DRAM to byte ``start`` of the target. Return False
+        if the page has changed."""
         assert self.extent is not None
-        into.write(start, self.extent.pages[self.frame, : self.about.value_bytes - start])
+        target.write(start, self.extent.pages[self.frame, : self.about.value_bytes - start])
         self.extent.last_use[self.frame] = time.monotonic_ns()
         return int(self.extent.words[self.frame]) == self.word
 
 
-def find_head(mapped: Mapped, root: bytes, name: bytes) -> Found | None:
-    """Return the head of the object of that name, in any tier; None if there is none, or if it belongs to another
-    string."""
+def find_head(mapped: Mapped, root: bytes, name: bytes) -> ProvenHead | None:
+    """Return the head of an object, in any tier; None if there is none, or if the key belongs to another object."""
     key = key_hash(root, name)
     try:
         for reader in mapped.tiers:
-            memory = reader.tier is mapped.dram.tier
-            raw = (find_published(mapped, [key]) if memory else mapped.index.find_many(reader.tier, [key]))[0]
+            is_dram = reader.tier is mapped.dram.tier
+            raw = (find_published(mapped, [key]) if is_dram else mapped.index.find_many(reader.tier, [key]))[0]
             head = reader.object_head(raw) if raw is not None else None
             if raw is not None and head is not None:
                 about = read_row(head.row)
                 if about is None or about[0] != root or about[1].name != name or head.row[KEY] != key:
                     return None
-                return Found(about[1], head.frame_class, raw, head.extent, head.frame, head.word)
+                return ProvenHead(about[1], head.frame_class, raw, head.extent, head.frame, head.word)
     except IndexDamaged:
-        pass  # the daemon will rebuild the index under a new epoch
+        pass  # the daemon rebuilds the index under a new epoch
     return None
 
 
-def planned(mapped: Mapped, name: bytes, value_bytes: int) -> tuple[FrameClass, About]:
-    """Return the frame class for an object to be put, and the description of the object."""
+def plan_object(mapped: Mapped, name: bytes, value_bytes: int) -> tuple[FrameClass, About]:
+    """Return the frame class and the description of an object to be put."""
     frame_class = class_for(name, value_bytes, int(mapped.header.extent_bytes))
     pieces = pieces_of(value_bytes, frame_class.page_bytes)
     return frame_class, About(name, value_bytes, pieces, secrets.token_bytes(NONCE_BYTES))
 
 
 def copy_from(source: Scattered, start: int, mapped: Mapped, addresses: list[Address]) -> None:
-    """Copy a value, from ``start`` on, into these frames. Raises NodeUnavailable if they are gone."""
+    """Copy a value, from byte ``start`` on, into these frames. Raises NodeUnavailable if they do not exist any more."""
     for extent, frame, i, j in frames_of(mapped, addresses):
-        for place in range(i, j):
-            source.read(start + place * extent.page_bytes, extent.pages[frame + place - i])
+        for page in range(i, j):
+            source.read(start + page * extent.page_bytes, extent.pages[frame + page - i])
         extent.last_use[frame : frame + j - i] = time.monotonic_ns()
 
 
-class _FromSource(LocalPut):
+class _ObjectPagesPut(LocalPut):
     """A ``LocalPut`` whose bytes come from a value in several buffers."""
 
     _source: Scattered
     _start = 0
 
-    def settled(self) -> int:
-        """As ``result``, but 0 if the tenant's quota is used up; see ``refused``."""
+    def stored_pages(self) -> int:
+        """Wait for the put, and return how many pages it has stored; 0 if the tenant's quota is used up."""
         try:
             return self.result()
         except QuotaExceeded:
             return 0
 
     @property
-    def refused(self) -> bool:
+    def is_over_quota(self) -> bool:
         """True if the tenant's quota is used up."""
-        return self._refused
+        return self._is_over_quota
 
     def _copy(self, rows: Rows | DeviceRows, page: int, addresses: list[Address]) -> None:
         copy_from(self._source, self._start + page * self._pool.frame_class.page_bytes, self._mapped, addresses)
 
 
-class PiecesPut(_FromSource):
+class PiecesPut(_ObjectPagesPut):
     """A put of the pieces of an object."""
 
     pieces = 0
 
     def send_from(self, source: Scattered, pieces: int) -> None:
-        """Copy the pieces and send their seals."""
+        """Copy the pieces from the value, and send their seals."""
         self._source, self.pieces = source, pieces
         self.send(np.empty((pieces, 0), np.uint8), 0)
 
     def last_address(self) -> bytes | None:
-        """Return the address of the last stored piece."""
+        """Return the address of the last stored piece; None if there is none."""
         try:
-            found = [
-                raw
-                for raw in self._mapped.index.find_many(self._mapped.dram.tier, self._keys.hashes)
-                if raw is not None
-            ]
+            raws = self._mapped.index.find_many(self._mapped.dram.tier, self._keys.hashes)
         except IndexDamaged:
             return None
-        return found[-1] if found else None
+        return next((raw for raw in reversed(raws) if raw is not None), None)
 
 
-class HeadPut(_FromSource):
-    """A put of the head of an object. After ``result``, ``busy`` or ``present`` says why it is not stored."""
+class HeadPut(_ObjectPagesPut):
+    """A put of the head of an object.
 
-    def __init__(self, mapped: Mapped, keys: Keys, frame_class: FrameClass, replaces: bytes) -> None:
+    Attributes:
+        is_busy: after ``result``, True if the node could not store the head now.
+        is_present: after ``result``, True if another object is stored under the key.
+    """
+
+    def __init__(self, mapped: Mapped, keys: Keys, frame_class: FrameClass, replaced: bytes) -> None:
         super().__init__(mapped, keys, frame_class)
-        self._replaces = replaces
-        self.busy = self.present = False
+        self._replaced = replaced
+        self.is_busy = self.is_present = False
 
     def send_from(self, source: Scattered, start: int) -> None:
-        """Copy the head and send its seal."""
+        """Copy the end of the value, from byte ``start`` on, into the head, and send its seal."""
         self._source, self._start = source, start
         self.send(np.empty((1, 0), np.uint8), 0)
 
     def _seal(
         self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address], body: tuple[bytes, ...]
     ) -> None:
-        batch = SealBatch(page, addresses, (*body, self._replaces))
+        batch = SealBatch(page, addresses, (*body, self._replaced))
         self._batches.append(batch)
         self._request(batch)
 
@@ -412,40 +424,40 @@ class HeadPut(_FromSource):
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
 
-    def _sort_out(self, batch: SealBatch, statuses: bytes) -> list[int]:
-        self.busy, self.present = Status.BUSY in statuses, Status.PRESENT in statuses
-        return super()._sort_out(batch, statuses)
+    def _sort_frames(self, batch: SealBatch, statuses: bytes) -> list[int]:
+        self.is_busy, self.is_present = Status.BUSY in statuses, Status.PRESENT in statuses
+        return super()._sort_frames(batch, statuses)
 
 
 _OK, _PRESENT, _STALE = int(Status.OK), int(Status.PRESENT), int(Status.STALE)
-_NOTHING: Final = bytes(ADDRESS_BYTES)
+_NO_ADDRESS: Final = bytes(ADDRESS_BYTES)
 
 
-class _Whole(NamedTuple):
-    """An object to be put: its position among the names, and its number of pages."""
+class _NewObject(NamedTuple):
+    """An object to be put: its position among the names, its description, and the number of its pages."""
 
-    place: int
+    position: int
     about: About
     pages: int
 
 
 @dataclass(slots=True)
-class _Sealing:
-    """Objects in one request, and the frames of their pages in order. ``reply`` is None until the request is sent."""
+class _ObjectBatch:
+    """Objects that one request seals, and the frames of their pages in order. ``reply`` is None until it is sent."""
 
     pool: GrantPool
-    objects: list[_Whole]
+    objects: list[_NewObject]
     addresses: list[Address]
     body: tuple[bytes, ...]
     reply: PendingReply | None = None
 
 
 class ObjectsPut:
-    """The objects of one call. ``stored`` is called once.
+    """A put of the objects of one call. ``result`` is called once.
 
     Args:
-        replace: also put objects whose names exist. They wait for the node, which compares what they replace.
-        wait: False publishes the objects, where that is possible, instead of waiting for the node.
+        replace: put objects whose names exist too. The call then waits for the node, which compares what they replace.
+        wait: with False, the objects are published where that is possible, without waiting for the node.
     """
 
     def __init__(
@@ -464,76 +476,77 @@ class ObjectsPut:
         self._replaced = find_heads(mapped, root, names, self._keys)
         self._stored: list[bool | None] = [None] * len(names)
 
-    def stored(self) -> list[bool | None]:
-        """Put the objects. Returns for each whether this put stored it; None if it is still to be put.
+    def result(self) -> list[bool | None]:
+        """Put the objects. Return for each whether this put has stored it; None if the caller must put it.
 
         Raises:
-            InvalidRequest: the node refuses these requests; some objects may be stored.
-            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some may be stored.
+            InvalidRequest: the node refuses these requests. Some objects may be stored.
+            NodeUnavailable, DeadlineExceeded: the node did not answer in time. Some objects may be stored.
         """
-        under_way: deque[_Sealing] = deque()
+        unanswered: deque[_ObjectBatch] = deque()
         try:
-            for pool, objects in self._requests():
-                sealing = self._copied(pool, objects)
-                if sealing is not None and not (self._publishes and self._publish(sealing)):
-                    under_way.append(sealing)
-                    sealing.reply = self._request(sealing)
-            while under_way:
-                back = self._settle(under_way[0])
-                sealing = under_way.popleft()  # first, so that no frame is forfeited that the pool has again
-                sealing.pool.add(back)
+            for pool, objects in self._groups():
+                batch = self._copy_objects(pool, objects)
+                if batch is not None and not (self._publishes and self._publish(batch)):
+                    unanswered.append(batch)
+                    batch.reply = self._request(batch)
+            while unanswered:
+                unused = self._settle(unanswered[0])
+                batch = unanswered.popleft()  # before `add`, so that a failure forfeits no frame of the pool
+                batch.pool.add(unused)
         except BaseException:
-            for sealing in under_way:
-                sealing.pool.forfeit(sealing.addresses)
+            for batch in unanswered:
+                batch.pool.forfeit(batch.addresses)
             raise
         return self._stored
 
-    def _requests(self) -> Iterator[tuple[GrantPool, list[_Whole]]]:
-        """Yield the objects to be put now, as many at a time as fit one request."""
-        by_class: dict[FrameClass, list[_Whole]] = {}
+    def _groups(self) -> Iterator[tuple[GrantPool, list[_NewObject]]]:
+        """Yield groups of objects that fit one request, each with the pool of their frames. Objects that are larger
+        than a request are left to the caller."""
+        by_class: dict[FrameClass, list[_NewObject]] = {}
         nonces = secrets.token_bytes(NONCE_BYTES * len(self._names))
         extent_bytes, replaced = int(self._mapped.header.extent_bytes), self._replaced
-        last, objects = None, list[_Whole]()
-        for place, (name, source) in enumerate(zip(self._names, self._sources, strict=True)):
-            if replaced[place] is not None and not self._replace:
-                self._stored[place] = False
+        last_class, objects = None, list[_NewObject]()
+        for position, (name, source) in enumerate(zip(self._names, self._sources, strict=True)):
+            if replaced[position] is not None and not self._replace:
+                self._stored[position] = False
                 continue
             size = source.nbytes
             frame_class = class_for(name, size, extent_bytes)
-            if frame_class is not last:  # usually all values of a call have one class
-                last, objects = frame_class, by_class.setdefault(frame_class, [])
+            if frame_class is not last_class:  # usually all values of a call have one class
+                last_class, objects = frame_class, by_class.setdefault(frame_class, [])
             pieces = pieces_of(size, frame_class.page_bytes) if size > frame_class.page_bytes else 0
-            about = About(name, size, pieces, nonces[NONCE_BYTES * place : NONCE_BYTES * (place + 1)])
-            objects.append(_Whole(place, about, pieces + 1))
+            about = About(name, size, pieces, nonces[NONCE_BYTES * position : NONCE_BYTES * (position + 1)])
+            objects.append(_NewObject(position, about, pieces + 1))
         for frame_class, objects in by_class.items():
             pool = self._mapped.pool(frame_class, self._root if self._publishes else b"")
             limit = min(batch_objects(frame_class.page_tokens), max(1, BATCH_BYTES // frame_class.page_bytes))
-            batch: list[_Whole] = []
-            room = limit
-            for each in objects:
-                if each.pages > limit:
-                    continue  # its pieces are sent on their own, request after request
-                if each.pages > room:
-                    yield pool, batch
-                    batch, room = [], limit
-                batch.append(each)
-                room -= each.pages
-            if batch:
-                yield pool, batch
+            group: list[_NewObject] = []
+            pages_free = limit
+            for new in objects:
+                if new.pages > limit:
+                    continue
+                if new.pages > pages_free:
+                    yield pool, group
+                    group, pages_free = [], limit
+                group.append(new)
+                pages_free -= new.pages
+            if group:
+                yield pool, group
 
-    def _copied(self, pool: GrantPool, objects: list[_Whole]) -> _Sealing | None:
-        """Copy as many of these objects as there are frames for. Returns None if there are no frames."""
-        pages = sum([each.pages for each in objects])
+    def _copy_objects(self, pool: GrantPool, objects: list[_NewObject]) -> _ObjectBatch | None:
+        """Copy as many of these objects as there are frames for. Return None if there are no frames."""
+        pages = sum([new.pages for new in objects])
         frames = pool.take_granted(pages, Purpose(self._root), self._mapped.timeout_s)
         if len(frames) < pages:
-            room, all_objects, objects = len(frames), objects, []
-            for each in all_objects:
-                if each.pages <= room:
-                    objects.append(each)
-                    room -= each.pages
-            used = len(frames) - room
-            frames, spare = frames[:used], frames[used:]
-            pool.add(spare)
+            frames_free, all_objects, objects = len(frames), objects, []
+            for new in all_objects:
+                if new.pages <= frames_free:
+                    objects.append(new)
+                    frames_free -= new.pages
+            used = len(frames) - frames_free
+            frames, unused = frames[:used], frames[used:]
+            pool.add(unused)
             if not objects:
                 return None
         try:
@@ -541,96 +554,98 @@ class ObjectsPut:
                 failpoint.hit("client.granted")
             with self._mapped.channel.copies:
                 self._copy(objects, frames)
-            return _Sealing(pool, objects, frames, self._body(pool.frame_class, objects, frames))
+            return _ObjectBatch(pool, objects, frames, self._body(pool.frame_class, objects, frames))
         except BaseException:
             pool.forfeit(frames)
             raise
 
-    def _copy(self, objects: list[_Whole], frames: list[Address]) -> None:
+    def _copy(self, objects: list[_NewObject], frames: list[Address]) -> None:
+        """Copy the values of these objects into frames."""
         pages: list[Rows] = []
         now_ns = time.monotonic_ns()
         for extent, frame, i, j in frames_of(self._mapped, frames):
             pages.extend(extent.pages[frame : frame + j - i])
             extent.last_use[frame : frame + j - i] = now_ns
-        at = 0
-        for place, about, count in objects:
-            source = self._sources[place]
+        first = 0
+        for position, about, count in objects:
+            source = self._sources[position]
             if count == 1 and len(source.parts) == 1:
-                copy(pages[at][: about.value_bytes], source.parts[0])
+                copy(pages[first][: about.value_bytes], source.parts[0])
             else:
-                for page, row in enumerate(pages[at : at + count]):
+                for page, row in enumerate(pages[first : first + count]):
                     source.read(page * row.size, row)
-            at += count
+            first += count
             if failpoint.ACTIVE:
                 failpoint.hit("client.copied")
 
-    def _body(self, frame_class: FrameClass, objects: list[_Whole], frames: list[Address]) -> tuple[bytes, ...]:
-        """Return the identity rows of the objects' pages, and the addresses that their heads replace."""
+    def _body(self, frame_class: FrameClass, objects: list[_NewObject], frames: list[Address]) -> tuple[bytes, ...]:
+        """Return the body of a request: the frames, the identity rows of the objects' pages, and the addresses of the
+        heads that they replace."""
         root, width, keys = self._root, frame_class.page_tokens, self._keys
         rows: list[bytes] = []
         replaced: list[bytes] = []
-        for place, about, _ in objects:
+        for position, about, _ in objects:
             if about.pieces:
                 rows.append(about.piece_keys(root, width).identity_bytes)
-                replaced.append(_NOTHING * about.pieces)
-            rows.append(about.row(root, width, keys[place]))
-            replaced.append(self._replaced[place] or _NOTHING)
+                replaced.append(_NO_ADDRESS * about.pieces)
+            rows.append(about.row(root, width, keys[position]))
+            replaced.append(self._replaced[position] or _NO_ADDRESS)
         return pack_addresses(frames), *rows, *replaced
 
-    def _publish(self, sealing: _Sealing) -> bool:
-        """Publish these objects in the log: they are found from now on. Returns False if they must be sent as a request
-        instead: the log is full."""
+    def _publish(self, batch: _ObjectBatch) -> bool:
+        """Publish a batch in the log, after which readers find its objects. Return False if it must be sent as a
+        request, because the log is full."""
         publisher, mapped = self._mapped.channel.publisher, self._mapped
         if publisher is None:
             return False
-        count, number = len(sealing.addresses), sealing.pool.class_number
-        request = encode(Op.SEAL_OBJECTS, 0, count=count, a=number, flags=NO_REPLY, body=sealing.body)
-        if not publisher.publish(request, [self._keys[each.place] for each in sealing.objects], mapped.header):
+        count, number = len(batch.addresses), batch.pool.class_number
+        request = encode(Op.SEAL_OBJECTS, 0, count=count, a=number, flags=NO_REPLY, body=batch.body)
+        if not publisher.publish(request, [self._keys[new.position] for new in batch.objects], mapped.header):
             return False
         if failpoint.ACTIVE:
             failpoint.hit("client.published")
-        for each in sealing.objects:
-            self._stored[each.place] = True
-        mapped.counters.put(mapped.row(sealing.pool.frame_class), count)
+        for new in batch.objects:
+            self._stored[new.position] = True
+        mapped.counters.put(mapped.row(batch.pool.frame_class), count)
         return True
 
-    def _request(self, sealing: _Sealing) -> PendingReply:
-        count, number = len(sealing.addresses), sealing.pool.class_number
-        reply = self._mapped.channel.request(Op.SEAL_OBJECTS, count=count, a=number, body=sealing.body)
+    def _request(self, batch: _ObjectBatch) -> PendingReply:
+        count, number = len(batch.addresses), batch.pool.class_number
+        reply = self._mapped.channel.request(Op.SEAL_OBJECTS, count=count, a=number, body=batch.body)
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
         return reply
 
-    def _settle(self, sealing: _Sealing) -> list[Address]:
-        """Wait for the outcome of a request, and return the frames that are still ours. The request is sent once more
-        if the daemon ended before it answered."""
-        assert sealing.reply is not None
-        count, again = len(sealing.addresses), False
+    def _settle(self, batch: _ObjectBatch) -> list[Address]:
+        """Wait for the reply to a batch, and return the frames that were not used. The request is sent again if the
+        daemon ended before it replied."""
+        assert batch.reply is not None
+        count, is_resent = len(batch.addresses), False
         try:
-            message = sealing.reply.result()
+            message = batch.reply.result()
         except NodeUnavailable:
-            again = True
-            message = self._request(sealing).result()
+            is_resent = True
+            message = self._request(batch).result()
         statuses = bytes(message.body[:count])
-        back, stale = list[Address](), list[Address]()
-        at = sealed = 0
-        for each in sealing.objects:
-            addresses, status = sealing.addresses[at : at + each.pages], statuses[at]
-            at += each.pages
+        unused, stale = list[Address](), list[Address]()
+        first = sealed = 0
+        for new in batch.objects:
+            addresses, status = batch.addresses[first : first + new.pages], statuses[first]
+            first += new.pages
             head = addresses[-1]
-            if status == _OK or (again and self._word(head) == word_of(head.generation, FrameState.SEALED)):
-                self._stored[each.place] = True
-                sealed += each.pages
+            if status == _OK or (is_resent and self._word(head) == word_of(head.generation, FrameState.SEALED)):
+                self._stored[new.position] = True
+                sealed += new.pages
                 continue
             if status == _PRESENT and not self._replace:
-                self._stored[each.place] = False
-            # The record counts, not what the status implies. But a frame that the node does not know as ours is never
-            # written again, and all frames of an object have one status.
-            ours = [address for address in addresses if still_ours(address, self._word(address))]
-            (stale if status == _STALE else back).extend(ours)
-        sealing.pool.forfeit(stale)
-        self._mapped.counters.put(self._mapped.row(sealing.pool.frame_class), sealed)
-        return back
+                self._stored[new.position] = False
+            # The records show which frames are still granted to this session. All frames of an object have one status.
+            # If it is STALE, the node does not list them as granted, so they are never written again.
+            granted = [address for address in addresses if is_still_granted(address, self._word(address))]
+            (stale if status == _STALE else unused).extend(granted)
+        batch.pool.forfeit(stale)
+        self._mapped.counters.put(self._mapped.row(batch.pool.frame_class), sealed)
+        return unused
 
     def _word(self, address: Address) -> int:
         extent = self._mapped.dram.extent(address.extent)

@@ -1,19 +1,16 @@
-"""How a client hands work to its node: the channel, the log of puts, and copies that are under way.
+"""The interface between a client and its node: ``Channel`` for requests, and the node's log for publications.
 
-The seam between a client and the node that decides for it: one verb.
+``Channel`` has two implementations: ``client.local.channel.SocketChannel`` for a daemon on this machine, over its unix
+socket, and ``node.dispatch.InProcessChannel`` for a node in this process. One contract suite runs over both.
 
-Two peers implement it: ``client.local.channel.SocketChannel`` (a daemon on this machine, over its unix socket) and
-``node.dispatch.InProcessChannel`` (a node in this process). One contract suite runs over both.
+``Publisher`` writes into a session's slot of the log in shared memory. A put publishes its pages there instead of
+sending a request. The node takes them in later. ``Copies`` counts the copies into granted frames that are in flight, so
+that a session does not end during a copy.
 
-Publisher: where one session publishes its puts, instead of sending them: its slot in the node's log of puts.
-
-Copies: the stores into granted frames that are under way in this process, so that no session ends beneath one.
-
-Pages that were put, and that the node has not taken in yet. The log is a hint and proves no page.
-
-A reader that misses a key in the index looks for it in the log. If it is there, the reader asks the node to take in
-what was published, and reads the index again. It waits for a page that follows its parent to NVMe. While the node is
-down, such a page is a miss.
+``Published`` reads the log. A reader that does not find a key in the index looks for it in the log. If the key is
+there, the reader asks the node to take in the published pages, and reads the index again. It also waits for a page that
+the node saves to NVMe because its parent is there. While the node is down, published pages are misses. The log is a
+hint and proves no page.
 """
 
 from __future__ import annotations
@@ -33,70 +30,74 @@ from kvstore.wire.control import Message, Op
 
 
 class Copies:
-    """Copies in flight into frames that a node granted to one session. Threads may share it.
+    """The copies in flight into frames that the node has granted to one session. Thread-safe.
 
-    ``with copies:`` stands around every store into such a frame. Life: open -> ``close``: no other copy begins, and
-    what ends the session for its node (its lock, its frames) is called when the last copy in flight has ended; at once
-    where there is none. No caller waits for that. A process that dies first ends its copies with it.
+    Every store into such a frame is inside ``with copies:``. After ``close`` no copy can begin. When the last copy in
+    flight has ended, the callbacks of ``close`` are called, which end the session for its node: they free its lock or
+    return its frames. No caller waits for that. If the process dies first, its copies end with it.
     """
 
-    __slots__ = ("_lock", "_in_flight", "_refusal", "_then")
+    __slots__ = ("_callbacks", "_in_flight", "_lock", "_refusal")
 
     def __init__(self) -> None:
-        # Reentrant: a signal handler, or a finalizer, may close the store in a thread that is just here.
+        # Reentrant, because a signal handler or a finalizer may close the store in a thread that holds the lock.
         self._lock = threading.RLock()
         self._in_flight = 0
         self._refusal: Callable[[], KVStoreError] | None = None
-        self._then: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
-        """A copy begins. Raises what ``close`` was given, once closed: nothing may be stored."""
+        """Begin a copy. After ``close``, raise its refusal: nothing may be stored."""
         with self._lock:
             self._in_flight += 1
-        if self._refusal is not None:  # looked at when we count already: ``close`` waits for us, or we see it
+        # Read after this copy is counted: either ``close`` waits for this copy, or this copy sees the refusal.
+        if self._refusal is not None:
             self.__exit__()
             raise self._refusal()
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._in_flight -= 1
-            then = self._ended() if self._refusal is not None else ()
-        for call in then:
-            call()
+            callbacks = self._take_callbacks() if self._refusal is not None else ()
+        for callback in callbacks:
+            callback()
 
-    def close(self, refusal: Callable[[], KVStoreError], then: Callable[[], None]) -> None:
-        """Let no other copy begin: it raises ``refusal()``. Call ``then`` when none is in flight any more, in the
-        thread of the last. May be called again: the first refusal stays, every ``then`` is called."""
+    def close(self, refusal: Callable[[], KVStoreError], callback: Callable[[], None]) -> None:
+        """Refuse further copies with the error ``refusal()``. Call ``callback`` when no copy is in flight: now, or in
+        the thread that ends the last copy. If ``close`` is called again, the first refusal stays, and each callback is
+        called."""
         with self._lock:
             self._refusal = self._refusal or refusal
-            self._then.append(then)
-            calls = self._ended()
-        for call in calls:
+            self._callbacks.append(callback)
+            callbacks = self._take_callbacks()
+        for call in callbacks:
             call()
 
     def after_fork(self, refusal: Callable[[], KVStoreError]) -> None:
-        """In a forked child: the copies are its parent's, and so is what they end."""
+        """Refuse all copies in a forked child. The copies in flight and the callbacks belong to the parent."""
         self.__init__()  # type: ignore[misc]  # another thread may have held the lock during the fork
         self._refusal = refusal
 
-    def _ended(self) -> Iterable[Callable[[], None]]:
-        """What is to be called now. ``_lock`` is held."""
+    def _take_callbacks(self) -> Iterable[Callable[[], None]]:
+        """Return the callbacks to call now. The caller holds ``_lock``."""
         if self._in_flight or self._refusal is None:
             return ()
-        then, self._then = self._then, []
-        return then
+        callbacks, self._callbacks = self._callbacks, []
+        return callbacks
 
 
 _PUTS_ID, _PID = Header.puts_id.position, Header.pid.position
-WAITING_MAX: Final = 8192  # keys remembered; a ring has room for fewer
+WAITING_MAX: Final = 8192  # keys of published pages that are remembered; a slot has space for fewer pages
 
 
 class Publisher:
-    """Threads may share it. Life: made (publishes nothing) -> ``assigned`` by each HELLO, to a slot or to none -> its
-    session ends: ``Copies.close`` lets nothing be published any more, and the slot is free when the session's lock is.
+    """Publishes requests of one session in its slot of the node's log. Thread-safe.
+
+    A new publisher has no slot and publishes nothing. Each HELLO assigns it to a slot or to none. ``Copies.close`` ends
+    it. The node reuses the slot once the lock of the session's file is free.
 
     Attributes:
-        slot: -1 where it has none.
+        slot: the number of its slot; -1 without one.
     """
 
     def __init__(self, folder: Path, session: int, copies: Copies) -> None:
@@ -105,61 +106,68 @@ class Publisher:
         self._copies = copies
         self._lock = threading.Lock()
         self._log: PutLog | None = None
-        self._waiting: dict[bytes, int] = {}  # key -> where its record ends; some may be taken in
+        self._waiting: dict[bytes, int] = {}  # where the record of each key ends; the node may have taken some in
         self.slot = -1
-        self._pid = 0  # of the daemon that gave the slot
+        self._daemon_pid = 0  # the daemon that has assigned the slot
 
-    def assigned(self, said: Any) -> list[bytes]:
-        """What HELLO was answered: ``{"id", "slot", "pid"}``, or None. Returns requests that were published and that
-        this node will not take in, since it has another log, or none: they are to be sent.
+    def assign(self, reply: Any) -> list[bytes]:
+        """Use the slot that the daemon assigns in its reply to HELLO: ``{"id", "slot", "pid"}``, or None for no slot.
+
+        If it is another slot, or one of another log, the daemon does not take in the requests that are published in the
+        old slot. Return these requests, which the caller must send.
         """
-        log, slot = self._log, self.slot
-        self._pid = int(said["pid"]) if said else 0
-        id_, now = (int(said["id"], 16), int(said["slot"])) if said else (0, -1)
-        if log is not None and (log.id, slot) == (id_, now):
+        old_log, old_slot = self._log, self.slot
+        self._daemon_pid = int(reply["pid"]) if reply else 0
+        log_id, slot = (int(reply["id"], 16), int(reply["slot"])) if reply else (0, -1)
+        if old_log is not None and (old_log.id, old_slot) == (log_id, slot):
             return []
         with self._lock:
-            self._log = PutLog.open(NodeFolder.at(self._folder), id_) if id_ else None
+            self._log = PutLog.open(NodeFolder.at(self._folder), log_id) if log_id else None
             self._waiting = {}
-            self.slot = now
-        return log.undrained(slot, self._session) if log is not None else []
+            self.slot = slot
+        return old_log.undrained(old_slot, self._session) if old_log is not None else []
 
     def publish(self, request: bytes, keys: list[bytes], header: Header) -> int:
-        """Publish a request, about pages of these keys; its position in the slot. 0: not now, or not here; ``header``:
-        the node's.
+        """Publish a request. Return the position in the slot where its record ends, or 0 if it cannot be published now:
+        there is no slot, the slot is full, or the node has been restarted.
 
-        Raises what the session's ``Copies`` do, once that is closed.
+        Args:
+            keys: the keys of the pages that the request stores.
+            header: the node's header.
+
+        Raises:
+            KVStoreError: the refusal of ``Copies.close``, after the session has ended.
         """
         with self._copies, self._lock:
             log, words = self._log, header.words
-            if log is None or log.id != words[_PUTS_ID] or self._pid != words[_PID]:
+            if log is None or log.id != words[_PUTS_ID] or self._daemon_pid != words[_PID]:
                 return 0
             position = log.append(self.slot, self._session, request)
             if position:
                 if len(self._waiting) > WAITING_MAX:
                     marked = self.marked
-                    self._waiting = {key: at for key, at in self._waiting.items() if at > marked}
+                    self._waiting = {key: end for key, end in self._waiting.items() if end > marked}
                 self._waiting.update(dict.fromkeys(keys, position))
             return position
 
     @property
     def marked(self) -> int:
-        """Up to which position the node is through with what we published."""
+        """The position up to which the node has taken in this slot."""
         log = self._log
         return log.drained_position(self.slot) if log is not None else 0
 
     @property
     def published(self) -> int:
-        """Up to which position we have published."""
+        """The position up to which this slot is written."""
         log = self._log
         return log.published(self.slot) if log is not None else 0
 
     def holds(self, key: bytes) -> bool:
-        """Whether we published the page of that key, and the node has not taken it in."""
+        """Return whether this session has published the page of ``key`` and the node has not taken it in."""
         return self._waiting.get(key, 0) > self.marked
 
     def leading(self, keys: list[bytes], start: int) -> int:
-        """How many from ``start`` on of these keys we published, and the node has not taken in."""
+        """Return for how many consecutive keys from ``start`` on ``holds`` is true."""
         waiting, page = self._waiting, start
         if keys[start] not in waiting:
             return 0
@@ -170,51 +178,51 @@ class Publisher:
 
     @property
     def deciding(self) -> bool:
-        """The node may have looked before we published last: what it decides now knows nothing of that."""
+        """True while the node decides about requests that it may have read before the last publication."""
         log = self._log
         return log is None or log.deciding
 
 
 class PendingReply(Protocol):
-    """A request on its way. Replies arrive in the order of the requests."""
+    """A request that was sent. Replies arrive in the order of the requests."""
 
     def result(self) -> Message:
-        """The reply, its body owned by the caller.
+        """Wait for the reply, and return it. The caller owns its body.
 
         Raises:
-            DeadlineExceeded: no reply within the request's deadline. The request may still be carried out.
+            DeadlineExceeded: no reply arrived within the request's deadline. The request may still be carried out.
             NodeUnavailable: the daemon is down. The request may have been carried out.
-            InvalidRequest, Unavailable: the node refused; nothing was changed.
+            InvalidRequest, Unavailable: the node refused the request. Nothing was changed.
         """
         ...
 
 
 class Channel(Protocol):
-    """Requests to one node in the name of one session."""
+    """A session with one node, for requests to it."""
 
     @property
     def session(self) -> int:
-        """The session id, drawn at random when the channel was made."""
+        """The session's id, a random number."""
         ...
 
     @property
     def counters(self) -> SessionCounters:
-        """What this session counts for its node to see."""
+        """The counters of this session, which the node reads."""
         ...
 
     @property
     def copies(self) -> Copies:
-        """Entered around every store into a frame granted to this session."""
+        """The context to enter for every store into a frame granted to this session."""
         ...
 
     @property
     def publisher(self) -> Publisher | None:
-        """Where puts are published instead of being sent; None: nowhere."""
+        """The publisher of this session's puts; None if puts must be sent."""
         ...
 
     @property
     def ended(self) -> bool:
-        """No request can succeed any more: it was closed, or its node was recreated."""
+        """True once no request can succeed any more, because the channel was closed or the node was recreated."""
         ...
 
     def request(
@@ -228,34 +236,34 @@ class Channel(Protocol):
         body: Iterable[bytes] = (),
         timeout_s: float | None = None,
     ) -> PendingReply:
-        """Send one request; does not wait for its reply. With ``NO_REPLY`` in flags there will be none.
+        """Send a request, without waiting for its reply. A request with the flag ``NO_REPLY`` gets no reply.
 
         Raises:
-            NodeUnavailable: the daemon could not be reached; nothing was sent.
+            NodeUnavailable: the daemon could not be reached. Nothing was sent.
         """
         ...
 
     def close(self) -> None:
-        """End the session: what it had reserved is given back, its leases end. Waits for no copy of another thread.
-        Where one is in flight, the node gets the frames back when that copy has ended."""
+        """End the session. Its reserved frames return to the node, and its leases end. The call does not wait for a
+        copy of another thread; the node gets the frames back when that copy has ended."""
         ...
 
 
-DRAIN_S: Final = 2.0  # a node that does not answer within this is not asked again before its next heartbeat
-ARRIVAL_S: Final = 2.0  # a page that is not on NVMe within this is not waited for again before its slot advances
-_LOOK_S: Final = 0.001
+DRAIN_S: Final = 2.0  # longest wait for the node; after that it is not asked again before its next heartbeat
+ARRIVAL_S: Final = 2.0  # longest wait for a page's save to NVMe; then its slot is not waited for until it advances
+_PAUSE_S: Final = 0.001  # between two checks whether a page has been saved
 
 
 class Published:
-    """The log of one mapped node, for its readers. Threads may share it.
+    """The log of one mapped node, for its readers. Thread-safe.
 
     Args:
         timeout_s: how long a request to the node may take, if that is less than ``DRAIN_S``.
 
     Attributes:
-        seen: up to which positions the node had taken in the log at some moment, twice. Positions only grow. So if they
-            are unchanged after the index was read, nothing was taken in between: a page that is neither in the index
-            nor pending in the log had not been put.
+        seen: the positions up to which the node had taken in all slots at some moment, written twice: as the positions
+            taken in and as the positions published. If ``PutLog.positions`` still equals this value after the index was
+            read, no page was pending and none was taken in between. A page that is not in the index was then not put.
     """
 
     __slots__ = ("_folder", "_header", "_id", "_log", "_stuck", "_unanswered_ns", "_wait_s", "seen")
@@ -266,46 +274,54 @@ class Published:
         self._header = header
         self._id: int = header.puts_id
         self._log = PutLog.open(folder, self._id)
-        self._unanswered_ns = -1  # the node's last heartbeat when it did not answer
-        self._stuck: dict[int, int] = {}  # slot -> its position when one of its pages did not arrive
+        self._unanswered_ns = -1  # the node's last heartbeat before a request that it did not answer
+        self._stuck: dict[int, int] = {}  # the position of each slot with a page that was not saved in time
         self.seen = b""
 
     @property
     def drained(self) -> bytes:
-        """Return up to which positions the node has taken in the log."""
+        """The positions up to which the node has taken in each slot."""
         log = self._log
         return log.drained() if log is not None else b""
 
     def rests(self, seen: bytes) -> bool:
-        """Return whether nothing was taken in since then and nothing is pending, so that a miss in the index is
+        """Return whether the log has not changed since its positions were ``seen``, so that a miss in the index is
         final."""
         log = self._log
         return self._header.words[_PUTS_ID] == self._id and (log is None or log.positions() == seen)
 
     def elsewhere(self, key: bytes, slot: int) -> bool:
-        """Return whether the page of that key is published in another slot and not taken in. A hint."""
+        """Return whether the page of ``key`` is published in another slot than ``slot`` and not taken in. A hint."""
         log = self._log
         return log is not None and not log.is_drained and log.holder(key, slot) >= 0
 
-    def waits(self, key: bytes, looked: bytes) -> tuple[bool, bytes]:
-        """Return whether the page of that key is published, or announced while it is written, and not taken in; and the
-        new ``looked`` positions for the next call. False if nothing has moved since."""
-        log = self._current()
-        positions = log.positions() if log is not None else b""
-        return log is not None and positions != looked and log.holder(key) >= 0, positions
+    def waits(self, key: bytes, positions: bytes) -> tuple[bool, bytes]:
+        """Return whether the node has not taken in the page of ``key`` that is published, or announced while it is
+        written. Also return the log's positions for the next call.
 
-    def look(self, missed: Callable[[], list[bytes]], seen: bytes, channel: Channel) -> bytes | None:
-        """Decide after a miss in the index. Returns None if the miss is final; otherwise the caller should read the
-        index again, with the returned positions as ``seen``. If one of the ``missed`` keys was published, the node is
-        asked to take it in first.
-
-        ``seen``: the positions before the index was read.
+        Args:
+            positions: the positions of the last call. If the log has not changed since, the result is False.
         """
-        before, log = self._log, self._current()
-        seen = seen if log is before else b""
+        log = self._current()
+        current = log.positions() if log is not None else b""
+        return log is not None and current != positions and log.holder(key) >= 0, current
+
+    def look(self, missing_keys: Callable[[], list[bytes]], seen: bytes, channel: Channel) -> bytes | None:
+        """Decide whether a miss in the index is final. If one of the missing keys is published, ask the node to take it
+        in first.
+
+        Args:
+            missing_keys: returns the keys that the index does not list.
+            seen: the positions before the index was read.
+
+        Returns:
+            None if the miss is final. Otherwise the caller reads the index again, with the result as ``seen``.
+        """
+        old_log, log = self._log, self._current()
+        seen = seen if log is old_log else b""
         if log is None or log.positions() == seen:
             return None
-        waiting = log.pending(missed())
+        waiting = log.pending(missing_keys())
         if not waiting and 2 * log.drained() == seen:
             return None
         if waiting and not self._ask(channel):
@@ -322,27 +338,28 @@ class Published:
             self._ask(channel)
 
     def _current(self) -> PutLog | None:
-        """Return the node's log, reopened if the daemon has recreated it since this node was mapped."""
+        """Return the node's log. Open it again if the daemon has recreated it."""
         if self._header.words[_PUTS_ID] != self._id:
             self._id = self._header.words[_PUTS_ID]
             self._log = PutLog.open(self._folder, self._id)
         return self._log
 
     def _ask(self, channel: Channel) -> bool:
-        """Ask the node to take in what was published; return False if it does not."""
-        sign_ns = self._header.heartbeat_ns
-        if sign_ns == self._unanswered_ns:
+        """Ask the node to take in all published pages. Return False if it does not answer, or has not had a heartbeat
+        since it did not answer."""
+        heartbeat_ns = self._header.heartbeat_ns
+        if heartbeat_ns == self._unanswered_ns:
             return False
         try:
             channel.request(Op.DRAIN, timeout_s=self._wait_s).result()
             return True
         except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
-            self._unanswered_ns = sign_ns
+            self._unanswered_ns = heartbeat_ns
         return False
 
     def _await_arrival(self, log: PutLog, key: bytes) -> None:
-        """Wait for pages that are being saved to NVMe: those of a record that is still in the log after the node was
-        asked to take it in."""
+        """Wait until a published page is taken in. After the node was asked, only pages that it is saving to NVMe are
+        still in the log."""
         deadline = time.monotonic() + min(self._wait_s, ARRIVAL_S)
         while (slot := log.holder(key)) >= 0:
             marked = log.drained_position(slot)
@@ -351,4 +368,4 @@ class Published:
             if time.monotonic() > deadline:
                 self._stuck[slot] = marked
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_PAUSE_S)

@@ -1,4 +1,5 @@
-"""LocalPut: puts pages into a node of this machine: copies them into granted frames, and seals them batch by batch."""
+"""``LocalPut`` copies pages into granted frames of a node on this machine, and seals or publishes them batch by
+batch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from kvstore import failpoint
 from kvstore.client.buffers import DeviceRows, Rows, fill
 from kvstore.client.local.copying import checksums_of
 from kvstore.client.local.frame_copies import frame_checksums, frames_of, from_device
-from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, Purpose, still_ours
+from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, Purpose, is_still_granted
 from kvstore.client.local.node import Mapped
 from kvstore.client.local.publisher import PendingReply, Publisher
 from kvstore.client.prefix_cache import PendingPut
@@ -33,21 +34,28 @@ _STATE, _READY = Header.state.position, int(DaemonState.READY)
 
 
 class SealBatch:
-    """Consecutive pages in one seal request."""
+    """Consecutive pages that one request seals, from ``page`` on."""
 
-    __slots__ = ("page", "addresses", "body", "reply", "sent_again")
+    __slots__ = ("page", "addresses", "body", "reply", "is_resent")
 
     def __init__(self, page: int, addresses: list[Address], body: tuple[bytes, ...]) -> None:
         self.page = page
         self.addresses = addresses
         self.body = body
         self.reply: PendingReply | None = None
-        self.sent_again = False
+        self.is_resent = False
 
 
 class LocalPut(PendingPut):
-    """A put whose pages are copied and whose seals were sent. After a failure, pages whose seal was acknowledged are
-    stored; the frames of the others are forfeit (the node takes them back).
+    """A put of pages. ``send`` copies the pages and sends their seals; ``result`` waits for the replies.
+
+    With ``publishes``, batches are published in the log, which needs no reply, until one cannot be. That batch and the
+    later ones are sent as requests, because a page can be sealed only after its parent. After a failure, pages whose
+    seal was acknowledged are stored. The frames of the others are forfeit, and return to the node.
+
+    Args:
+        flags: flags of the requests, such as CHECKSUMS.
+        below: pages that are in a lower tier already. They are stored in DRAM too, but do not count as new.
     """
 
     __slots__ = (
@@ -56,13 +64,13 @@ class LocalPut(PendingPut):
         "_pool",
         "_flags",
         "_first",
-        "_known",
+        "_below",
         "_batches",
         "_lock",
         "_new",
         "_failure",
-        "_sent_again",
-        "_refused",
+        "_has_resent",
+        "_is_over_quota",
         "_publishes",
         "_published",
         "_since",
@@ -74,23 +82,23 @@ class LocalPut(PendingPut):
         keys: Keys,
         frame_class: FrameClass,
         flags: int = 0,
-        known: Collection[int] = (),
+        below: Collection[int] = (),
         publishes: bool = False,
     ) -> None:
         self._mapped = mapped
         self._keys = keys
         self._pool: GrantPool = mapped.pool(frame_class, keys.root if publishes else b"")
         self._flags = flags
-        self._first = 0  # first new page
-        self._known = known  # pages that are on NVMe already: sealed in DRAM as well, but not new
-        self._batches: list[SealBatch] = []
+        self._first = 0  # the first page that this put stores
+        self._below = below
+        self._batches: list[SealBatch] = []  # batches whose requests are not answered
         self._lock = threading.Lock()
         self._new = 0
         self._failure: Unavailable | None = None
-        self._sent_again = False
-        self._refused = False  # the tenant's quota is used up
-        self._publishes = publishes  # until a batch cannot be published: later ones depend on its seal
-        self._published = 0  # where the last batch's record ends in our slot
+        self._has_resent = False
+        self._is_over_quota = False
+        self._publishes = publishes
+        self._published = 0  # the position in the log where the record of the last batch ends
         publisher = mapped.channel.publisher
         self._since = publisher.published + 1 if publishes and publisher is not None else 0
 
@@ -100,7 +108,7 @@ class LocalPut(PendingPut):
         return self._mapped.counters
 
     def result(self) -> int:
-        """See ``PendingPut.result``."""
+        """Wait until all pages are stored, and return how many are new. Raises as ``PendingPut.result``."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -113,39 +121,40 @@ class LocalPut(PendingPut):
                 self._failure = error
                 self._abandon()
                 raise
-        if self._refused and not self._new:
+        if self._is_over_quota and not self._new:
             raise QuotaExceeded(OVER_QUOTA)
         return self._new
 
     def leave(self) -> None:
-        """Let the pool call ``result`` some time later, since the caller may never do so."""
+        """Let the pool call ``result`` later, because the caller may never do so."""
         if self._batches:
-            self._pool.unread(self)
+            self._pool.add_unread(self)
 
     def send(self, rows: Rows | DeviceRows, stored: int) -> None:
-        """Copy pages ``stored ..`` of ``rows`` ``[pages, page_bytes]`` and send their seals. Called once."""
+        """Copy the pages of ``rows``, ``[pages, page_bytes]``, from page ``stored`` on, and send their seals. Called
+        once."""
         pool, total = self._pool, len(rows)
         limit = pool.batch_pages
         frames = pool.take(total - stored)
-        asked: PendingReply | None = None
+        request: PendingReply | None = None
         self._first = page = stored
         try:
             if len(frames) < total - stored:
-                asked = pool.ask(total - stored - len(frames), self._purpose(stored))
-            pool.ask_ahead(total - stored, partial(self._purpose, stored))  # the node grants while we copy
+                request = pool.request(total - stored - len(frames), self._purpose(stored))
+            pool.fill_ahead(total - stored, partial(self._purpose, stored))  # the node grants frames during the copies
             while page < total:
                 if not frames:
                     try:
-                        frames, asked = self._granted(asked, page), None
+                        frames, request = self._granted(request, page), None
                     except QuotaExceeded:
-                        self._refused, asked = True, None
+                        self._is_over_quota, request = True, None
                     if not frames:
                         break  # the store is full of pages that cannot be evicted
                 part = frames[:limit]
                 if failpoint.ACTIVE:
                     failpoint.hit("client.granted")
-                del frames[: len(part)]  # they no longer belong to the pool, even if the copy fails
-                body = self._body(page, part)  # before the copy, which evicts what this reads from the CPU's caches
+                del frames[: len(part)]  # these never return to the pool, even if the copy fails
+                body = self._body(page, part)  # before the copy, which evicts the keys from the CPU's caches
                 with self._mapped.channel.copies:
                     self._copy(rows, page, part)
                 if failpoint.ACTIVE:
@@ -157,9 +166,9 @@ class LocalPut(PendingPut):
             raise
         finally:
             pool.add(frames)
-            if asked is not None:
+            if request is not None:
                 with contextlib.suppress(Unavailable):
-                    pool.add(pool.granted(asked))
+                    pool.add(pool.granted(request))
 
     @staticmethod
     def may_publish(mapped: Mapped) -> bool:
@@ -168,15 +177,16 @@ class LocalPut(PendingPut):
         return mapped.channel.publisher is not None and mapped.words[_STATE] == _READY
 
     def take(self, page: int) -> list[Address]:
-        """Return frames for the pages from ``page`` on, as many as are available. The caller copies into them and calls
-        ``seal``.
+        """Return frames for the pages from ``page`` on, as many as there are. The caller copies the pages into them,
+        and then calls ``seal``.
 
-        Raises NodeUnavailable or DeadlineExceeded if the node does not answer.
+        Raises:
+            NodeUnavailable, DeadlineExceeded: the node did not answer in time.
         """
         return self._pool.take_granted(len(self._keys) - page, self._purpose(page), self._mapped.timeout_s)
 
     def seal(self, page: int, addresses: list[Address]) -> None:
-        """Seal all pages from ``page`` on, which are in these frames. Called once, after ``take``."""
+        """Seal the pages from ``page`` on, which are in these frames. Called once, after ``take``."""
         self._first = page
         step = self._pool.request_pages
         try:
@@ -189,20 +199,20 @@ class LocalPut(PendingPut):
             raise
 
     def forfeit(self, addresses: list[Address]) -> None:
-        """Give these frames up instead of sealing them: nothing writes into them any more."""
+        """Give up these frames instead of sealing them. Nothing may write into them any more."""
         self._pool.forfeit(addresses)
 
-    def _granted(self, asked: PendingReply | None, page: int) -> list[Address]:
-        """Return frames for the remaining pages from ``page`` on. Requests them (again) if that was not done, or if the
-        request was lost."""
-        pool, wanted = self._pool, (len(self._keys) - page, self._purpose(page))
+    def _granted(self, request: PendingReply | None, page: int) -> list[Address]:
+        """Wait for frames for the pages from ``page`` on. They are requested if ``request`` is None, or if the request
+        was lost with the daemon."""
+        pool, arguments = self._pool, (len(self._keys) - page, self._purpose(page))
         deadline = time.monotonic() + self._mapped.timeout_s
-        return pool.wait_granted(asked if asked is not None else pool.ask(*wanted), *wanted, deadline)
+        return pool.wait_granted(request if request is not None else pool.request(*arguments), *arguments, deadline)
 
     def _purpose(self, page: int) -> Purpose:
-        return Purpose(self._before(page), self._since)
+        return Purpose(self._parent_key(page), self._since)
 
-    def _before(self, page: int) -> bytes:
+    def _parent_key(self, page: int) -> bytes:
         """Return the key of the parent of ``page``."""
         return self._keys.hashes[page - 1] if page else self._keys.parent
 
@@ -212,24 +222,32 @@ class LocalPut(PendingPut):
             return
         for extent, frame, i, j in frames_of(self._mapped, addresses):
             fill(extent.pages[frame : frame + j - i], rows[page + i : page + j])
-            extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # not its last page's
+            extent.last_use[frame : frame + j - i] = (
+                time.monotonic_ns()
+            )  # replaces the last use of the frame's old page
 
     def _body(self, page: int, addresses: list[Address]) -> tuple[bytes, ...]:
-        """Return what a seal request says about the pages from ``page`` on, in these frames."""
+        """Return the body of a request that seals the pages from ``page`` on in these frames: the parent's key, the
+        addresses, and the identities."""
         identity, count = self._keys.identity_bytes, len(addresses)
         if count < len(self._keys):
             width = len(identity) // len(self._keys)
             identity = identity[page * width : (page + count) * width]
-        return self._before(page), pack_addresses(addresses), identity
+        return self._parent_key(page), pack_addresses(addresses), identity
 
     def _seal(
         self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address], body: tuple[bytes, ...]
     ) -> None:
+        """Publish the seal of the pages from ``page`` on, or send it as a request. ``rows`` are the put's pages, from
+        which checksums are computed if requested."""
         keys, count = self._keys, len(addresses)
         if self._flags & CHECKSUMS and rows is not None:
             layers = self._pool.frame_class.layers
-            here = None if isinstance(rows, DeviceRows) else checksums_of(rows[page : page + count], layers)
-            body = (*body, (frame_checksums(self._mapped, addresses, layers) if here is None else here).tobytes())
+            if isinstance(rows, DeviceRows):
+                checksums = frame_checksums(self._mapped, addresses, layers)
+            else:
+                checksums = checksums_of(rows[page : page + count], layers)
+            body = (*body, checksums.tobytes())
         if hints := keys.hints[page : page + count]:
             body = (*body, hints)
         batch = SealBatch(page, addresses, body)
@@ -256,11 +274,12 @@ class LocalPut(PendingPut):
         return self._flags | hints | (CONTINUES if batch.page > self._first else 0)
 
     def _publish(self, batch: SealBatch) -> bool:
-        """Publish a batch in the log: its pages are found from now on, and its frames no longer belong to this session.
-        Returns False if it must be sent as a request instead: the log is full, or only NVMe has the parent."""
+        """Publish a batch in the log. Readers find its pages from then on, and its frames do not belong to this session
+        any more. Return False if the batch must be sent as a request, because the log is full or the parent page is
+        only on NVMe."""
         mapped, count = self._mapped, len(batch.addresses)
         publisher = mapped.channel.publisher
-        if publisher is None or not self.hangs(publisher, batch.page):
+        if publisher is None or not self.has_parent(publisher, batch.page):
             return False
         number, flags = self._pool.class_number, self._flags_of(batch) | NO_REPLY
         request = encode(Op.SEAL_GRANTED, 0, count=count, a=number, flags=flags, body=batch.body)
@@ -271,73 +290,75 @@ class LocalPut(PendingPut):
         if failpoint.ACTIVE:
             failpoint.hit("client.published")
         self._published = position
-        new = sum(page not in self._known for page in pages) if self._known else count
+        new = sum(page not in self._below for page in pages) if self._below else count
         self._new += new
         mapped.counters.put(mapped.row(self._pool.frame_class), new)
         return True
 
-    def hangs(self, publisher: Publisher, page: int) -> bool:
-        """Return whether this page's parent is the root, or a page that is in DRAM or published; such a parent cannot
-        leave before the page is taken in."""
-        before = self._before(page)
-        if before == self._keys.root or (page > self._first and publisher.marked < self._published):
+    def has_parent(self, publisher: Publisher, page: int) -> bool:
+        """Return whether a page can be published: whether its parent is the root, or a page that is in DRAM or
+        published. Such a parent cannot be evicted before the node takes the page in."""
+        parent = self._parent_key(page)
+        if parent == self._keys.root or (page > self._first and publisher.marked < self._published):
             return True
         try:
-            return self._mapped.index.find(self._mapped.dram.tier, before) is not None or publisher.holds(before)
+            return self._mapped.index.find(self._mapped.dram.tier, parent) is not None or publisher.holds(parent)
         except IndexDamaged:
             return False
 
     def _settle(self, batch: SealBatch) -> None:
-        """Wait for the batch's statuses. The request is sent once more if the daemon ended before it answered."""
+        """Wait for the reply to a batch, and count its new pages. The request is sent again if the daemon ended before
+        it replied, and while the node is busy."""
         assert batch.reply is not None
         count = len(batch.addresses)
         try:
             message = batch.reply.result()
         except NodeUnavailable:
-            message = self._again(batch)
+            message = self._resend(batch)
         statuses = bytes(message.body[:count])
-        if self._sent_again and not batch.sent_again and _NO_PARENT in statuses:
-            # This batch overtook the one before it, which was lost and has been sent again by now.
-            message = self._again(batch)
+        if self._has_resent and not batch.is_resent and _NO_PARENT in statuses:
+            # The request of the batch before was lost, so this one arrived first. The other one has been sent again.
+            message = self._resend(batch)
             statuses = bytes(message.body[:count])
         deadline, pause_s = time.monotonic() + self._mapped.timeout_s, BUSY_PAUSE_S
-        # The tenant's own pages are being saved to free space; or these pages are, since only NVMe has their parent.
+        # Busy: the node saves other pages of the tenant to free space, or these pages, whose parent is only on NVMe.
         while _BUSY in statuses and time.monotonic() < deadline:
             time.sleep(pause_s)
-            first, pause_s = statuses, min(2 * pause_s, BUSY_PAUSE_MAX_S)
-            statuses = bytes(self._again(batch).body[:count])
-            statuses = bytes(_OK if old == _OK else new for old, new in zip(first, statuses, strict=True))
-        self._refused = self._refused or _OVER_QUOTA in statuses or _BUSY in statuses
+            previous, pause_s = statuses, min(2 * pause_s, BUSY_PAUSE_MAX_S)
+            statuses = bytes(self._resend(batch).body[:count])
+            statuses = bytes(_OK if old == _OK else new for old, new in zip(previous, statuses, strict=True))
+        self._is_over_quota = self._is_over_quota or _OVER_QUOTA in statuses or _BUSY in statuses
         sealed: Sequence[int] = range(batch.page, batch.page + count)
         if statuses.count(_OK) != count:
-            sealed = self._sort_out(batch, statuses)
-        new = sum(page not in self._known for page in sealed) if self._known else len(sealed)
+            sealed = self._sort_frames(batch, statuses)
+        new = sum(page not in self._below for page in sealed) if self._below else len(sealed)
         self._new += new
         self.counters.put(self._mapped.row(self._pool.frame_class), new)
 
-    def _again(self, batch: SealBatch) -> Any:
-        batch.sent_again = self._sent_again = True
+    def _resend(self, batch: SealBatch) -> Any:
+        batch.is_resent = self._has_resent = True
         self._request(batch)
         assert batch.reply is not None
         return batch.reply.result()
 
-    def _sort_out(self, batch: SealBatch, statuses: bytes) -> list[int]:
-        """Return frames that are still ours to the pool; the record counts, not what the status implies. Frames that
-        the node may still be reading are given up. Returns the pages that are sealed."""
-        back, busy, sealed = list[Address](), list[Address](), []
+    def _sort_frames(self, batch: SealBatch, statuses: bytes) -> list[int]:
+        """Return the pages of a batch that are sealed. Return unused frames to the pool: those whose records show that
+        they are still granted to this session. Forfeit frames that the node may still be reading."""
+        unused, busy, sealed = list[Address](), list[Address](), []
         for page, (address, status) in enumerate(zip(batch.addresses, statuses, strict=True), batch.page):
             extent = self._mapped.dram.extent(address.extent)
             word = int(extent.words[address.frame]) if extent is not None else 0
-            if status == _OK or (batch.sent_again and word == word_of(address.generation, FrameState.SEALED)):
+            if status == _OK or (batch.is_resent and word == word_of(address.generation, FrameState.SEALED)):
                 sealed.append(page)
             elif status == _BUSY:
                 busy.append(address)
-            elif status != _STALE and still_ours(address, word):
-                back.append(address)
-        self._pool.add(back)
+            elif status != _STALE and is_still_granted(address, word):
+                unused.append(address)
+        self._pool.add(unused)
         self._pool.forfeit(busy)
         return sealed
 
     def _abandon(self) -> None:
+        """Forfeit the frames of all batches that are not answered."""
         self._pool.forfeit([address for batch in self._batches for address in batch.addresses])
         self._batches.clear()

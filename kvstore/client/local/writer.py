@@ -257,7 +257,7 @@ class LocalWriter(Writer):
             # The node answered the search for published pages late. A request for frames would wait as long again.
             raise NodeUnavailable(f"{self._node.name}: no answer in time")
         put = LocalPut(mapped, keys, self._class, publishes=True)
-        if publisher.slot < 0 or not put.hangs(publisher, page):
+        if publisher.slot < 0 or not put.has_parent(publisher, page):
             return False
         frames = put.take(page)
         if not frames:

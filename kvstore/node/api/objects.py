@@ -99,7 +99,7 @@ class ObjectCalls:
         request = parse(pb.ClearObjectsRequest, message)
         check_text("salt", request.salt)
         call.caller.check_salt(request.salt)
-        removed, steps = 0, self._store.clearing(request.prefix, request.salt)
+        removed, steps = 0, self._store.clear_in_steps(request.prefix, request.salt)
         while (count := await call.wait(next, steps, None)) is not None:
             removed += count
         return pb.ObjectsRemoved(removed=removed).SerializeToString()
