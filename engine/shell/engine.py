@@ -33,10 +33,9 @@ from engine.compute.runner import runner_of
 from engine.compute.sampling import check
 from engine.compute.torch_errors import translated
 from engine.config import EngineConfig
-from engine.memory.arena import Arenas
 from engine.memory.compression import codecs
 from engine.memory.device_staging import stagings_of
-from engine.memory.mounting import MountedArena, arenas_of
+from engine.memory.mounting import arenas_of
 from engine.model.layouts import explain_mismatch
 from engine.model.observer import Observer
 from engine.model.piece import Piece
@@ -119,21 +118,10 @@ def check_request(request: Request, model: Model, rules: Rules, answers: bool) -
         raise InvalidRequest("deadline_s", f"must be positive seconds (got {request.deadline_s!r})")
 
 
-def describe(
-    config: EngineConfig,
-    model: Model,
-    arenas: Arenas,
-    mounted: MountedArena,
-    pool: Pool,
-    admission: Admission,
-    state: EngineState,
-    prefills: Prefills,
-    side_steps: int,
-    graphs: str,
-    demoted_pages: int,
-) -> dict[str, Any]:
+def describe(engine: Engine) -> dict[str, Any]:
     """Return the document of ``Engine.status``. Any thread may call this: it only reads."""
-    arena = arenas.groups[0]
+    config, model, admission, state, pool = engine.config, engine.model, engine.admission, engine.state, engine.pool
+    arena = engine.arenas.groups[0]
     sequences = [state.roster.sequences.get(number) for number in list(admission.known.values())]
     frames = state.roster.frames
     phases = Counter(Phase.WAITING if sequence is None else sequence.phase for sequence in sequences)
@@ -145,7 +133,7 @@ def describe(
         "model": model.name,
         "device": str(model.device),
         "ended": str(state.stopped) if state.stopped is not None else "",
-        "graphs": graphs,
+        "graphs": engine.graphs,
         "attention": chosen(arena.layout, arena.device).line,
         "model_path": str(Path(config.model).resolve()) if Path(config.model).is_dir() else None,
         "layout": {
@@ -162,7 +150,7 @@ def describe(
                 "frames": each.frames_total,
                 "frames_unused": each.frames_free,
             }
-            for each, group in zip(arenas.groups, state.rules.groups, strict=True)
+            for each, group in zip(engine.arenas.groups, state.rules.groups, strict=True)
         ],
         "context_tokens_max": model.context_tokens_max,
         "frames": {
@@ -174,19 +162,20 @@ def describe(
             "kv_tokens_max": 0 if state.rules.window else arena.frames_total * arena.layout.page_tokens,  # in total
             "kv_tokens": (arena.frames_total - frames.free) * arena.layout.page_tokens,  # in frames of sequences
         },
-        "mounted": {"segment": mounted.number, "why_not": mounted.why},
-        "kept_pages": {"found": frames.found, "evicted": frames.evicted, "demoted": demoted_pages},
+        "mounted": {"segment": engine.mounted.number, "why_not": engine.mounted.why},
+        "kept_pages": {"found": frames.found, "evicted": frames.evicted, "demoted": engine.performer.pages.demoted},
         "requests": {phase.name.lower(): phases[phase] for phase in Phase if phase is not Phase.ENDED},
         "batch_max": config.batch_max,
         "chunk_tokens": config.chunk_tokens,
-        "prefills_held": len(prefills),
-        "side_steps": side_steps,
+        "prefills_held": len(engine.prefills),
+        "side_steps": engine.performer.sides.steps,
         "speeds": {
             "step_ms": 1e3 * state.speeds.step_s,
             "prefill_tokens_per_s": state.speeds.prefill_tokens_per_s,
             "hook_us_per_layer": 1e6 * pool.hook_s / max(1, pool.hook_layers),
         },
         "pool": {"node": pool.store.name if pool.store else None, "up": pool.up, "failures": pool.failures},
+        "membership": engine.membership(),
     }
 
 
@@ -302,6 +291,11 @@ class Engine:
         self.inbox.post(ev.EnginesFound(time.monotonic(), engines))
 
     @property
+    def graphs(self) -> str:
+        """How decoding steps use CUDA graphs, or why they do not."""
+        return self._runner.graphs
+
+    @property
     def alive(self) -> bool:
         """True while the engine's thread runs."""
         return self._thread.is_alive()
@@ -380,10 +374,7 @@ class Engine:
 
     def status(self) -> dict[str, Any]:
         """Return the engine's configuration, load and speed, as values that JSON can represent."""
-        performer, graphs = self.performer, self._runner.graphs
-        parts = self.config, self.model, self.arenas, self.mounted, self.pool, self.admission, self.state, self.prefills
-        document = describe(*parts, performer.sides.steps, graphs, performer.pages.demoted)
-        return {**document, "membership": self.membership()}
+        return describe(self)
 
     def set_role(self, role: Role, order: RoleOrder | None = None) -> None:
         """Change which requests the engine accepts. Raises the errors of ``Admission.set_role``."""
