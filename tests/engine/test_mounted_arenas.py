@@ -258,7 +258,7 @@ def test_what_the_node_was_not_told_of_is_not_shown(machine: Machine, monkeypatc
     segment.pages[:2] = contents(chain(1, 2))
     shown = mounting.MountedArena(segment)
     with monkeypatch.context() as patch:
-        patch.setattr(LocalSegment, "_tell", lambda *_: False)
+        patch.setattr(LocalSegment, "_notify", lambda *_: False)
         assert not shown.show(chain(1, 2), [0, 1])
     daemon.kill()
     machine.serve("n")
