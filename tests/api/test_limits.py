@@ -158,7 +158,7 @@ def test_threads_of_two_tenants_share_the_time_of_a_lock() -> None:
                 return
 
     threads = [threading.Thread(target=work, args=each) for each in [(A, 0.002)] + [(B, 0.01)] * 30]
-    threads += [threading.Thread(target=work, args=(A, 0.002)) for _ in range(2)]
+    threads += [threading.Thread(target=work, args=(A, 0.002)) for _ in range(7)]  # so that one always waits
     for thread in threads:
         thread.start()
     wait_until("there is enough to judge by", lambda: had.total() >= 400)
