@@ -28,8 +28,9 @@ from engine.model.request import AnswerTokens, Finished, Request, Role, RoleOrde
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import CallerCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS
-from kvstore.cluster.directory import GONE, TIERS, AnnounceBatch
+from kvstore.cluster.directory import GONE, AnnounceBatch
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.model.replica import TIERS
 from kvstore.pb import engine_pb2, store_pb2
 from kvstore.wire.grpc import from_rpc
 

@@ -15,9 +15,8 @@ from kvstore.cli.output import duration_text, json_option, print_json, print_tab
 from kvstore.cli.prompt import NEEDED, SALT_HELP, Prompt, PromptOptions, prompt_options
 from kvstore.client.local.cache import LocalCache
 from kvstore.client.store import Store
-from kvstore.cluster.directory import TIERS
 from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
-from kvstore.model.replica import Tier
+from kvstore.model.replica import TIERS, Tier
 
 Document = dict[str, Any]
 

@@ -35,10 +35,8 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.model.prefix import Fingerprints
-from kvstore.model.replica import Tier
 
 AGAIN: Final = -1
-TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # by number
 GONE: Final = 0x80  # bit of a mark: the page has left that tier
 CHANGES_MIN: Final = 4096  # kept in addition to the table
 CHANGES_SHARE: Final = 32  # or this part of the table

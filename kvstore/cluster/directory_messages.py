@@ -37,10 +37,10 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.cluster.data_connection import DataConnection
-from kvstore.cluster.directory import GONE, TIERS, AnnounceBatch, Doubt, Locations
+from kvstore.cluster.directory import GONE, AnnounceBatch, Doubt, Locations
 from kvstore.cluster.lookup_plan import HOLD_PAGES_MAX
 from kvstore.model.prefix import Fingerprints
-from kvstore.model.replica import KEY_BYTES
+from kvstore.model.replica import KEY_BYTES, TIERS
 from kvstore.wire.data import FrameKind, Namespace, WireError
 
 FIND_PAGES_MAX: Final = 1 << 16

@@ -29,8 +29,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cluster.directory import TIERS, Doubt, Locations, Placement
+from kvstore.cluster.directory import Doubt, Locations, Placement
 from kvstore.model.prefix import Fingerprints, fingerprints, spans_between
+from kvstore.model.replica import TIERS
 
 UNKNOWN_MIN: Final = 4  # spans in a row that round 1 may skip; in long chains the square root of their number
 ASKED_MAX: Final = 8  # second owners to ask in one search, and nodes in doubt to ask

@@ -41,6 +41,9 @@ class Tier(StrEnum):
     NVME = "nvme"
 
 
+TIERS = tuple(Tier)  # by number: in records, on the wire and in the directory. Append only
+
+
 class FrameState(IntEnum):
     """State of a frame, in the low byte of its record's word."""
 

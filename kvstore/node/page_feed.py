@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.cluster.announce_plan import AnnouncePlan, Entries, join, settle
-from kvstore.cluster.directory import GONE, TIERS
+from kvstore.cluster.directory import GONE
 from kvstore.model.prefix import fingerprint, fingerprints, veil_of
-from kvstore.model.replica import FrameState, Tier
+from kvstore.model.replica import TIERS, FrameState, Tier
 from kvstore.node.event_log import CLEARED, STORED, EventLog, PageEvent
 from kvstore.node.node import Node
 from kvstore.node.performer import Performer

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import OutOfSpace
-from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, STAMPED, FrameClass, RecordFormat, Tier
+from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, STAMPED, TIERS, FrameClass, RecordFormat, Tier
 from kvstore.safe_files import open_plain, remove
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.header import unknown_version
@@ -222,10 +222,9 @@ _MAGIC: Final = int.from_bytes(b"KVRECRD1", "little")
 _HEAD = struct.Struct("<11Q")
 _SUMMED_BYTES: Final = _HEAD.size - 8
 _COPIES_AT: Final = (0, 2048)  # where the two copies of the head begin
-_TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # as the head numbers them
 _KEY_AND_ROOT: Final = struct.Struct(f"<{RecordFormat.key.start}x{KEY_BYTES}s{KEY_BYTES}s")
 _HEADLESS: Final = (Tier.DRAM,)  # tiers without a header before each frame: their records are complete
-_SHARDS: Final = {Tier.HBM: 0, Tier.DRAM: SHARDS_MAX, Tier.NVME: 0}  # of the uses: clients write only to DRAM
+_SHARDS: Final = {tier: SHARDS_MAX if tier is Tier.DRAM else 0 for tier in TIERS}  # clients write only to DRAM
 
 
 class ExtentTable:
@@ -254,7 +253,7 @@ class ExtentTable:
     def __init__(self, folder: NodeFolder, head: tuple[int, ...], map_: mmap.mmap, uses: Uses) -> None:
         _, _, _, self.extent, self.position, page_bytes, page_tokens, layers, self.frames, tier, _ = head
         self.frame_class = FrameClass(page_bytes, page_tokens, layers)
-        self.tier = _TIERS[tier]
+        self.tier = TIERS[tier]
         self.fmt = _format(self.frame_class, self.tier)
         self._folder = folder
         self._map = map_
@@ -296,7 +295,7 @@ class ExtentTable:
         files = files or TableFiles.make(folder, -extent, frame_class, frames, tier)
         head = (
             *(_MAGIC, _VERSION, incarnation, extent, position),
-            *(frame_class.page_bytes, frame_class.page_tokens, frame_class.layers, frames, _TIERS.index(tier)),
+            *(frame_class.page_bytes, frame_class.page_tokens, frame_class.layers, frames, TIERS.index(tier)),
         )
         packed = _HEAD.pack(*head, 0)[:_SUMMED_BYTES]
         packed += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
@@ -472,7 +471,7 @@ class TableFiles:
         os.rename(self._uses, folder.uses(extent))
         os.rename(self._records, folder.records(extent))
         frames, tier = _HEAD.unpack_from(head)[8:10]
-        return records, Uses(uses, frames, _SHARDS[_TIERS[tier]])
+        return records, Uses(uses, frames, _SHARDS[TIERS[tier]])
 
     def remove(self) -> None:
         """Remove the files, which are not needed."""
@@ -493,7 +492,7 @@ def _open_uses(folder: NodeFolder, head: tuple[int, ...], make: bool) -> Uses | 
 
     ``make``: make them if they are absent or damaged. Return None then if there is no memory for them.
     """
-    incarnation, extent, frames, tier = head[2], head[3], head[8], _TIERS[head[9]]
+    incarnation, extent, frames, tier = head[2], head[3], head[8], TIERS[head[9]]
     about = folder, extent, incarnation, frames, _SHARDS[tier]
     uses = Uses.open(*about)
     return Uses.make(*about) if uses is None and make else uses
@@ -523,7 +522,7 @@ def claimed_positions(folder: NodeFolder, extent: int, incarnation: int) -> set[
     heads = [_HEAD.unpack_from(data, at) for at in _COPIES_AT]
     for at, head in zip(_COPIES_AT, heads, strict=True):
         if _sum_holds(data, at):
-            is_ours = (head[2], head[9]) == (incarnation, _TIERS.index(Tier.DRAM))
+            is_ours = (head[2], head[9]) == (incarnation, TIERS.index(Tier.DRAM))
             return {head[4]} if is_ours else set()
     # Both copies are damaged somewhere. A position that they agree on was not damaged.
     return {heads[0][4]} if heads[0][4] == heads[1][4] and any(heads[0][:4]) and any(heads[1][:4]) else None
@@ -549,9 +548,9 @@ def _sound_head(folder: NodeFolder, records: mmap.mmap, extent: int, incarnation
     if head[1] != _VERSION:
         raise unknown_version(folder, f"records-{extent}", head[1], _VERSION)
     page_bytes, page_tokens, layers, frames, number = head[5:10]
-    if number >= len(_TIERS):
+    if number >= len(TIERS):
         return None
-    tier = _TIERS[number]
+    tier = TIERS[number]
     row_bytes = _format(FrameClass(page_bytes, page_tokens, layers), tier).row_bytes
     # The size matters too: a row beyond the end of a file would raise SIGBUS, not miss.
     return head if frames >= 1 and len(records) == RECORDS_HEAD_BYTES + frames * row_bytes else None

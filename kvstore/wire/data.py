@@ -72,9 +72,9 @@ from kvstore.errors import (
 )
 from kvstore.model.layout import LAYERS_MAX, PAGE_BYTES_MAX, PAGE_TOKENS_MAX
 from kvstore.model.prefix import Keys, root_of
-from kvstore.model.replica import KEY_BYTES, FrameClass, Tier
+from kvstore.model.replica import KEY_BYTES, TIERS, FrameClass, Tier
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAGIC: Final = int.from_bytes(b"KVT", "little") | VERSION << 24
 HEAD: Final = struct.Struct("<IHHII")
 KIB: Final = 1 << 10
@@ -325,7 +325,6 @@ _FIXED: Final = struct.Struct("<16sIIIIIIIIHHI")  # see ``ReadRequest.pack``
 _RANGE: Final = struct.Struct("<IIII")  # first page, pages, checksums of a page, tier
 _END: Final = struct.Struct("<I")
 _CLOSED, _EXTRAS = 1, 2
-_TIERS: Final = (Tier.DRAM, Tier.NVME, Tier.HBM)
 RANGE_HEAD_BYTES: Final = _RANGE.size
 
 Sums = npt.NDArray[np.uint32]
@@ -441,7 +440,7 @@ def unpack_read(body: memoryview) -> ReadRequest:
 
 def pack_range(first: int, tier: Tier, sums: Sums) -> bytes:
     """The head of a RANGE, which its pages' bytes follow. ``sums``: ``[pages, pieces]``."""
-    return _RANGE.pack(first, sums.shape[0], sums.shape[1], _TIERS.index(tier)) + sums.tobytes()
+    return _RANGE.pack(first, sums.shape[0], sums.shape[1], TIERS.index(tier)) + sums.tobytes()
 
 
 @dataclass(frozen=True)
@@ -465,12 +464,12 @@ def unpack_range(raw: bytearray, body_bytes: int, request: ReadRequest, next_pag
         first != next_page
         or not 0 < pages <= len(request.keys) - next_page
         or pieces != request.pieces
-        or tier >= len(_TIERS)
+        or tier >= len(TIERS)
     ):
         raise WireError(f"range: must begin with page {next_page} (got {pages} pages from {first}, {pieces} checksums)")
     if body_bytes != size:
         raise WireError(f"range: must have {size} bytes (got {body_bytes})")
-    return RangeHead(first, pages, _TIERS[tier])
+    return RangeHead(first, pages, TIERS[tier])
 
 
 def pack_end(pages: int, reason: str) -> bytes:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvstore.cluster import directory
-from kvstore.cluster.directory import AGAIN, GONE, TIERS, AnnounceBatch, Directory, Placement
+from kvstore.cluster.directory import AGAIN, GONE, AnnounceBatch, Directory, Placement
 from kvstore.model.prefix import fingerprint, fingerprints, span_start, spans_of, starts_span
-from kvstore.model.replica import POSITION_MAX, Tier
+from kvstore.model.replica import POSITION_MAX, TIERS, Tier
 
 Entry = tuple[int, str, Tier]
 

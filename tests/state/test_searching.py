@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from kvstore.cluster.directory import TIERS, AnnounceBatch, Directory, Doubt, Locations, Placement
+from kvstore.cluster.directory import AnnounceBatch, Directory, Doubt, Locations, Placement
 from kvstore.cluster.lookup_plan import ASKED_MAX, Question, Search, Stretch, fewest, owned_spans, spread, stretches
 from kvstore.model.prefix import fingerprint, fingerprints, span_start, spans_between, spans_of
-from kvstore.model.replica import POSITION_MAX, Tier
+from kvstore.model.replica import POSITION_MAX, TIERS, Tier
 
 
 @dataclass

@@ -22,7 +22,7 @@ from kvstore.cluster.catalog.base import boot_s
 from kvstore.cluster.catalog.schema import DataEntry, NodeEntry
 from kvstore.cluster.data_connection import Caller, Exchange
 from kvstore.cluster.data_listener import Server
-from kvstore.cluster.directory import TIERS, AnnounceBatch, Locations
+from kvstore.cluster.directory import AnnounceBatch, Locations
 from kvstore.cluster.directory_messages import pack_announce, pack_found, unpack_announce, unpack_announced
 from kvstore.cluster.directory_owner import LATE_S
 from kvstore.cluster.find_pages import Finder
@@ -30,7 +30,7 @@ from kvstore.cluster.lookup_plan import Stretch
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode
 from kvstore.errors import NodeUnavailable, PermissionDenied, TooManyCalls
 from kvstore.model.prefix import fingerprints
-from kvstore.model.replica import Tier
+from kvstore.model.replica import TIERS, Tier
 from kvstore.node.cluster import directory_audit, directory_shell
 from kvstore.node.cluster.announcer import Announcer
 from kvstore.node.cluster.data_server import ViewKeeper

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from kvstore.cluster.announce_plan import AnnouncePlan
-from kvstore.cluster.directory import GONE, TIERS, Directory, Doubt
+from kvstore.cluster.directory import GONE, Directory, Doubt
 from kvstore.cluster.directory_owner import DirectoryOwner
+from kvstore.model.replica import TIERS
 from tests.helpers.worlds.cluster_node import SimNode
 from tests.helpers.worlds.cluster_world import OLD_S, ClusterWorld, play, play_found
 

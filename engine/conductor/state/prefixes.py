@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.conductor.state.engine_table import NumberedNames
-from kvstore.cluster.directory import TIERS, AnnounceBatch, Directory
+from kvstore.cluster.directory import AnnounceBatch, Directory
 from kvstore.model.prefix import Fingerprints
-from kvstore.model.replica import Tier
+from kvstore.model.replica import TIERS, Tier
 
 EXPECTED_S: Final = 30.0
 EXPECTED_MAX: Final = 1 << 18  # pages that are expected; beyond it, the oldest decisions are dropped

@@ -28,12 +28,11 @@ from kvstore.client.local.verify_hit import copy_runs, count_reuse, prove
 from kvstore.client.local.writer import LocalWriter
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, HERE_ALONE, NONE_BELOW, Match
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.cluster.directory import TIERS
 from kvstore.cluster.lookup_plan import Stretch
 from kvstore.device.host_memory import copy, empty
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, tag_of
-from kvstore.model.replica import Tier
+from kvstore.model.replica import TIERS, Tier
 from kvstore.model.retention import Retention
 from kvstore.model.shard import Shard
 from kvstore.shm.counters import CARRY, LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters

@@ -31,14 +31,14 @@ from kvstore.client.local.tier_reader import LowerReader, PendingRead
 from kvstore.client.local.verify_hit import Run, prove
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION
 from kvstore.cluster.data_connection import Buffer, Caller, Exchange, Handler
-from kvstore.cluster.directory import TIERS, Locations
+from kvstore.cluster.directory import Locations
 from kvstore.cluster.directory_messages import pack_found, unpack_hold
 from kvstore.cluster.nixl import NixlAgent
 from kvstore.device.host_memory import empty
 from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied, TooManyCalls
 from kvstore.limits import ThreadShares
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import STAMPED, Tier
+from kvstore.model.replica import STAMPED, TIERS, Tier
 from kvstore.shm.folder import list_nodes
 from kvstore.wire import control
 from kvstore.wire.control import Op

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.model.replica import Address, Tier, hint_in, position_of
+from kvstore.model.replica import TIERS, Address, Tier, hint_in, position_of
 from kvstore.model.retention import priority_of, ttl_s_of
 from kvstore.node.event_log import fit_into_message
 from kvstore.node.node import Node
 from kvstore.node.operator.named_pages import raw_bytes, raw_keys
 from kvstore.node.operator.page_filter import (
-    TIERS,
     Ints,
     PageFilter,
     Stored,

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.replica import FrameState, RecordFormat, Tier
+from kvstore.model.replica import TIERS, FrameState, RecordFormat, Tier
 from kvstore.node.node import Node
 from kvstore.node.performer import Performer
 from kvstore.shm.records import ExtentTable, Record
@@ -27,7 +27,6 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
-TIERS = tuple(Tier)
 
 LEASED, PINNED, HELD, CHILDREN = "leased", "pinned", "held", "children"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvstore.cluster.announce_plan import AnnouncePlan, Entries
-from kvstore.cluster.directory import GONE, TIERS, AnnounceBatch, Locations, Placement
+from kvstore.cluster.directory import GONE, AnnounceBatch, Locations, Placement
 from kvstore.cluster.directory_messages import (
     pack_announce,
     pack_announced,
@@ -25,7 +25,7 @@ from kvstore.cluster.directory_messages import (
 from kvstore.cluster.directory_owner import IDLE_S, DirectoryOwner
 from kvstore.cluster.lookup_plan import Question, Search, Stretch
 from kvstore.model.prefix import fingerprints
-from kvstore.model.replica import Tier
+from kvstore.model.replica import TIERS, Tier
 from kvstore.wire.data import Namespace
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from unittest.mock import patch
 import numpy as np
 
 from kvstore.cluster import announce_plan, directory
-from kvstore.cluster.directory import TIERS, Placement
+from kvstore.cluster.directory import Placement
 from kvstore.model.prefix import spans_of
-from kvstore.model.replica import Tier
+from kvstore.model.replica import TIERS, Tier
 from tests.helpers.worlds.cluster_node import TTL_S, Call, SimNode, Task
 
 ANSWER_S: Final = 0.5  # for an answer
