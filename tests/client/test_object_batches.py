@@ -16,7 +16,7 @@ import kvstore
 from kvstore import Store
 from kvstore.client.local import object_batches
 from kvstore.client.local.grants import GrantPool, Purpose
-from kvstore.client.local.node import Mapped
+from kvstore.client.local.node import MappedNode
 from kvstore.client.local.object_batches import find_head
 from kvstore.client.local.publisher import Channel
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, QuotaExceeded
@@ -179,7 +179,7 @@ def request(root: bytes, names: list[bytes], size: int, addresses: list[Address]
     return Op.SEAL_OBJECTS, {"count": count, "a": pack_class(frame_class), "body": body}
 
 
-def granted(mapped: Mapped, count: int, size: int) -> list[Address]:
+def granted(mapped: MappedNode, count: int, size: int) -> list[Address]:
     frame_class = class_for(b"n", size, 1 << 30)
     frames = mapped.pool(frame_class).take_granted(count, Purpose(object_root("")), mapped.timeout_s)
     assert len(frames) == count

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore import Keys
-from kvstore.client.local.publisher import Published as ReadPublished
+from kvstore.client.local.publisher import PutLogReader
 from kvstore.config import NodeConfig, Quota
 from kvstore.errors import NodeUnavailable
 from kvstore.model.replica import Address, FrameClass, Tier
@@ -288,7 +288,7 @@ def test_a_reader_that_one_daemon_did_not_answer_asks_the_next_one(published: Pu
         return SimpleNamespace(result=published.node.puts.drain)
 
     channel: Any = SimpleNamespace(request=ask)
-    reads = ReadPublished(NodeFolder.at(published.node.folder), header)
+    reads = PutLogReader(NodeFolder.at(published.node.folder), header)
     for number in range(3):
         down, up = chain(10 * number, 2), chain(10 * number + 1, 2)
         published.node.stop()

@@ -18,7 +18,7 @@ from kvstore.client.local.frame_copies import near_to_device
 from kvstore.client.local.hints import hint_read, name_root, promote, report_damaged
 from kvstore.client.local.index_lookup import locate, pages_below, stored_beyond, stored_or_published, stored_pages
 from kvstore.client.local.lease import LocalLease
-from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.peer_caching import PeerCaching
 from kvstore.client.local.peer_reads import FetchResult, PeerReader, TimeBudget
 from kvstore.client.local.put import LocalPut
@@ -68,7 +68,7 @@ class LocalCache(PrefixCache):
         """Return the suffix that this root's keys have in the pool that was mapped last."""
         return self._tag_in(self._node.last)
 
-    def _tag_in(self, mapped: Mapped | None) -> bytes:
+    def _tag_in(self, mapped: MappedNode | None) -> bytes:
         if mapped is not None and mapped.secret is not self._pool_tag[0]:
             self._pool_tag = mapped.secret, tag_of(mapped.secret, self.root)
         return self._pool_tag[1]
@@ -200,7 +200,7 @@ class LocalCache(PrefixCache):
 
     # --- reading pages that are not in DRAM -------------------------------------------------------------------------
 
-    def _pages_max(self, mapped: Mapped, keys: Keys, proven: int, reason: str, budget: TimeBudget) -> int:
+    def _pages_max(self, mapped: MappedNode, keys: Keys, proven: int, reason: str, budget: TimeBudget) -> int:
         """Return the largest number of pages that a get can return, if the first ``proven`` pages are in DRAM and the
         next one is not for ``reason``."""
         if reason not in ELSEWHERE:
@@ -247,7 +247,7 @@ class LocalCache(PrefixCache):
         return pages, tiers, result.nodes or HERE_ALONE, "" if pages == len(keys) else ABSENT
 
     def _read_below(
-        self, mapped: Mapped, keys: Keys, target: Rows, pages: int, reason: str, verify: bool
+        self, mapped: MappedNode, keys: Keys, target: Rows, pages: int, reason: str, verify: bool
     ) -> tuple[int, Mapping[Tier, int], str]:
         """Read the pages after the first ``pages`` from the tiers below DRAM into ``target``.
 
@@ -273,7 +273,7 @@ class LocalCache(PrefixCache):
             pages += copied
         return pages, below, reason or ("" if pages == len(keys) else ABSENT)
 
-    def _read_lower_tiers(self, mapped: Mapped, keys: Keys, rows: Rows, below: dict[Tier, int]) -> tuple[int, str]:
+    def _read_lower_tiers(self, mapped: MappedNode, keys: Keys, rows: Rows, below: dict[Tier, int]) -> tuple[int, str]:
         """Read the leading pages of ``keys`` into ``rows``. Each tier continues where the tier above it ends. Add the
         number of pages from each tier to ``below``. Return how many pages were read, and why not more."""
         pages, reason = 0, ABSENT
@@ -287,7 +287,7 @@ class LocalCache(PrefixCache):
                 break
         return pages, reason
 
-    def _read_tier(self, mapped: Mapped, reader: LowerReader, keys: Keys, rows: Rows) -> tuple[int, str]:
+    def _read_tier(self, mapped: MappedNode, reader: LowerReader, keys: Keys, rows: Rows) -> tuple[int, str]:
         """Read the leading pages of ``keys`` from one tier into ``rows``. Return how many, and why not more."""
         located = locate(mapped, reader, keys[: len(rows)], self._closed)
         if not located:
@@ -352,11 +352,11 @@ class LocalCache(PrefixCache):
             put.send(rows, stored)
         return put
 
-    def _name(self, mapped: Mapped, as_hint: bool = False, timeout_s: float | None = None) -> None:
+    def _name(self, mapped: MappedNode, as_hint: bool = False, timeout_s: float | None = None) -> None:
         """Send the node the tenant and layout of this cache's root, if it does not have them."""
         name_root(mapped, self.root, self.layout, self.salt, self.adapter, as_hint, timeout_s)
 
-    def _name_within(self, mapped: Mapped, timeout_s: float) -> None:
+    def _name_within(self, mapped: MappedNode, timeout_s: float) -> None:
         self._name(mapped, timeout_s=timeout_s)
 
     # --- leases and layers ------------------------------------------------------------------------------------------

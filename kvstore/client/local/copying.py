@@ -10,7 +10,7 @@ import xxhash
 
 from kvstore.client.buffers import Rows
 from kvstore.client.local.hints import request_checksums
-from kvstore.client.local.node import Mapped
+from kvstore.client.local.node import MappedNode
 from kvstore.client.local.verify_hit import Run, copy_runs, prove
 from kvstore.client.match import CHECKSUM, ELSEWHERE, GENERATION
 from kvstore.model.prefix import Keys
@@ -31,7 +31,7 @@ def checksums_of(rows: npt.NDArray[np.uint8], layers: int) -> npt.NDArray[np.uin
 _STAMPED_BIT = np.uint64(STAMPED << 48)
 
 
-def copy_proven(mapped: Mapped, keys: Keys, rows: Rows, chain: ChainQuery, verify: bool) -> tuple[int, str]:
+def copy_proven(mapped: MappedNode, keys: Keys, rows: Rows, chain: ChainQuery, verify: bool) -> tuple[int, str]:
     """Copy the leading pages that are in DRAM now into ``rows``. Return how many, and why not more."""
     runs, _, reason = prove(mapped, keys, chain.frame_class.page_bytes, chain.closed)
     copied, changed = copy_runs(runs, rows, time.monotonic_ns())
@@ -41,7 +41,7 @@ def copy_proven(mapped: Mapped, keys: Keys, rows: Rows, chain: ChainQuery, verif
 
 
 def copy_shard(
-    mapped: Mapped, keys: Keys, shard: Shard, target: Rows, chain: ChainQuery, now_ns: int
+    mapped: MappedNode, keys: Keys, shard: Shard, target: Rows, chain: ChainQuery, now_ns: int
 ) -> tuple[int, str]:
     """Copy a shard's part of the leading pages that are in DRAM now. Return how many pages, and why not more.
 
@@ -54,7 +54,7 @@ def copy_shard(
     return pages, reason
 
 
-def count_in_place(mapped: Mapped, chain: ChainQuery, requested: int, pages: int, reason: str) -> None:
+def count_in_place(mapped: MappedNode, chain: ChainQuery, requested: int, pages: int, reason: str) -> None:
     """Count a get of ``requested`` pages that copied ``pages`` of them from DRAM. If the caller continues elsewhere,
     the other pages are counted there."""
     continues = reason in ELSEWHERE and pages < requested
@@ -63,7 +63,7 @@ def count_in_place(mapped: Mapped, chain: ChainQuery, requested: int, pages: int
 
 
 def verify_copies(
-    mapped: Mapped, runs: list[Run], target: Rows, pages: int, reason: str, layers: int
+    mapped: MappedNode, runs: list[Run], target: Rows, pages: int, reason: str, layers: int
 ) -> tuple[int, str]:
     """Compare the first ``pages`` copied pages in ``target`` with the checksums in their records. Return how many
     leading pages are valid, and ``reason`` or CHECKSUM. The node first computes the checksums that are missing."""

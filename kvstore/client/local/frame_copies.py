@@ -15,7 +15,7 @@ from kvstore.client.local.copying import checksums_of, count_in_place
 from kvstore.client.local.grants import GrantPool
 from kvstore.client.local.index_lookup import locate
 from kvstore.client.local.lease import RunLease
-from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.client.local.verify_hit import Run, prove
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION
@@ -69,7 +69,7 @@ def near_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: ChainQu
 
 
 def to_device(
-    mapped: Mapped,
+    mapped: MappedNode,
     runs: list[Run],
     target: DeviceRows,
     now_ns: int,
@@ -114,7 +114,7 @@ def to_device(
             lease.release()
 
 
-def from_device(mapped: Mapped, rows: DeviceRows, addresses: list[Address], pool: GrantPool) -> None:
+def from_device(mapped: MappedNode, rows: DeviceRows, addresses: list[Address], pool: GrantPool) -> None:
     """Copy rows in device memory into granted frames, and wait for the copy. Call it within ``mapped.channel.copies``.
 
     Raises:
@@ -136,13 +136,13 @@ def from_device(mapped: Mapped, rows: DeviceRows, addresses: list[Address], pool
         raise
 
 
-def frame_checksums(mapped: Mapped, addresses: list[Address], layers: int) -> npt.NDArray[np.uint32]:
+def frame_checksums(mapped: MappedNode, addresses: list[Address], layers: int) -> npt.NDArray[np.uint32]:
     """Return the checksums of the pages in these frames, uint32 ``[pages, layers]``. Raises as ``frames_of``."""
     frames = frames_of(mapped, addresses)
     return np.concatenate([checksums_of(extent.pages[frame : frame + j - i], layers) for extent, frame, i, j in frames])
 
 
-def frames_of(mapped: Mapped, addresses: list[Address]) -> list[tuple[MappedExtent, int, int, int]]:
+def frames_of(mapped: MappedNode, addresses: list[Address]) -> list[tuple[MappedExtent, int, int, int]]:
     """Return ``(mapped extent, first frame, i, j)`` for each run ``addresses[i:j]`` of consecutive frames.
 
     Raises:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.local.index_lookup import locate, stored_pages
-from kvstore.client.local.node import Mapped
+from kvstore.client.local.node import MappedNode
 from kvstore.client.local.verify_hit import Run, address_parts
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
@@ -36,7 +36,7 @@ _INDEX_S: Final = 1.0  # longest time from the end of a save until the index sho
 _REPLY_S_MIN: Final = 0.2  # shortest wait for a reply, even close to the deadline
 
 
-def promote(mapped: Mapped, keys: Keys, closed: bool, deadline: float) -> None:
+def promote(mapped: MappedNode, keys: Keys, closed: bool, deadline: float) -> None:
     """Ask the node to promote the leading pages of ``keys`` that are only in lower tiers to DRAM, and wait for it.
 
     Returns when the node has promoted them or refuses, or at ``deadline`` (``time.monotonic``). Afterwards the index
@@ -56,7 +56,7 @@ def promote(mapped: Mapped, keys: Keys, closed: bool, deadline: float) -> None:
                 return
 
 
-def wait_for_saves(mapped: Mapped, hashes: list[bytes], addresses: npt.NDArray[np.void], deadline: float) -> int:
+def wait_for_saves(mapped: MappedNode, hashes: list[bytes], addresses: npt.NDArray[np.void], deadline: float) -> int:
     """Wait for pages that the node is saving to lower tiers, and return how many are stored.
 
     The wait ends when all pages are stored, soon after no save is in progress, or at ``deadline``
@@ -83,26 +83,26 @@ def wait_for_saves(mapped: Mapped, hashes: list[bytes], addresses: npt.NDArray[n
         pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
 
-def _is_reserved(mapped: Mapped, number: int, frame: int, generation: int) -> bool:
+def _is_reserved(mapped: MappedNode, number: int, frame: int, generation: int) -> bool:
     extent = mapped.dram.extent(number)
     return extent is not None and int(extent.words[frame]) == word_of(generation, FrameState.RESERVED)
 
 
-def hint_promote(mapped: Mapped, keys: Keys, closed: bool) -> None:
+def hint_promote(mapped: MappedNode, keys: Keys, closed: bool) -> None:
     """Send the hint that these pages should be promoted to DRAM. Does not wait, and raises nothing."""
     for reader in reversed(list(mapped.lower.values())):
         for part in _request_parts(b"".join(locate(mapped, reader, keys, closed))):
             _send_hint(mapped, Op.PREFETCH, part, 0)
 
 
-def hint_read(mapped: Mapped, addresses: bytes) -> None:
+def hint_read(mapped: MappedNode, addresses: bytes) -> None:
     """Send the hint that these pages were read from a lower tier, after which the node may promote them. Does not wait,
     and raises nothing."""
     for part in _request_parts(addresses):
         _send_hint(mapped, Op.PREFETCH, part, HINT)
 
 
-def hint_drain(mapped: Mapped, key: bytes, positions: bytes) -> bytes:
+def hint_drain(mapped: MappedNode, key: bytes, positions: bytes) -> bytes:
     """Send the hint to take in published pages, if the page of ``key`` is one of them. Does not wait, and raises
     nothing.
 
@@ -115,7 +115,7 @@ def hint_drain(mapped: Mapped, key: bytes, positions: bytes) -> bytes:
     return positions
 
 
-def report_damaged(mapped: Mapped, address: bytes) -> None:
+def report_damaged(mapped: MappedNode, address: bytes) -> None:
     """Ask the node to check a page whose bytes are invalid, and wait for it. The node drops a damaged page. Raises
     nothing."""
     if accepts_hints(mapped):
@@ -123,7 +123,7 @@ def report_damaged(mapped: Mapped, address: bytes) -> None:
             mapped.channel.request(Op.SCRUB, count=1, body=(address,), timeout_s=_SCRUB_S).result()
 
 
-def request_checksums(mapped: Mapped, runs: list[Run]) -> bool:
+def request_checksums(mapped: MappedNode, runs: list[Run]) -> bool:
     """Ask the node to verify these DRAM pages and record their checksums. Return False if the node does not answer, or
     if a page is invalid."""
     try:
@@ -137,7 +137,7 @@ def request_checksums(mapped: Mapped, runs: list[Run]) -> bool:
     return True
 
 
-def _request_promotion(mapped: Mapped, part: bytes, deadline: float) -> int:
+def _request_promotion(mapped: MappedNode, part: bytes, deadline: float) -> int:
     """Ask the node to promote the pages at these addresses, and return their status. The status is BUSY while a page is
     being promoted, OK when all are promoted, and otherwise the reason why the first missing page cannot be."""
     count = len(part) // ADDRESS_BYTES
@@ -149,7 +149,7 @@ def _request_promotion(mapped: Mapped, part: bytes, deadline: float) -> int:
     return next((status for status in statuses if status != Status.OK), Status.OK)
 
 
-def _send_hint(mapped: Mapped, op: Op, part: bytes, flags: int) -> None:
+def _send_hint(mapped: MappedNode, op: Op, part: bytes, flags: int) -> None:
     """Send a hint if that needs no waiting. Otherwise send no hints for ``SILENT_NS``."""
     if accepts_hints(mapped):
         count = len(part) // ADDRESS_BYTES
@@ -159,7 +159,7 @@ def _send_hint(mapped: Mapped, op: Op, part: bytes, flags: int) -> None:
             mapped.no_hints_until_ns = time.monotonic_ns() + SILENT_NS
 
 
-def accepts_hints(mapped: Mapped) -> bool:
+def accepts_hints(mapped: MappedNode) -> bool:
     """Return whether the node had a recent heartbeat, and accepted the last hint."""
     now_ns, heartbeat_ns = time.monotonic_ns(), mapped.header.heartbeat_ns  # 0: the node is just starting
     return now_ns >= mapped.no_hints_until_ns and (not heartbeat_ns or now_ns - heartbeat_ns < SILENT_NS)
@@ -178,7 +178,7 @@ _NAMES_FORGOTTEN = Header.names_forgotten.position
 
 
 def name_root(
-    mapped: Mapped,
+    mapped: MappedNode,
     root: bytes,
     layout: Layout,
     salt: str,
@@ -199,13 +199,15 @@ def name_root(
         _send_name(mapped, root, {**name, **layout_entry}, as_hint, timeout_s)
 
 
-def name_objects(mapped: Mapped, root: bytes, salt: str, as_hint: bool = False, timeout_s: float | None = None) -> None:
+def name_objects(
+    mapped: MappedNode, root: bytes, salt: str, as_hint: bool = False, timeout_s: float | None = None
+) -> None:
     """Send the node the tenant of a root of objects, under the same conditions as ``name_root``."""
     if _must_name(mapped, root, as_hint):
         _send_name(mapped, root, {"salt": salt, "objects": True}, as_hint, timeout_s)
 
 
-def _must_name(mapped: Mapped, root: bytes, as_hint: bool) -> bool:
+def _must_name(mapped: MappedNode, root: bytes, as_hint: bool) -> bool:
     named, forgotten = mapped.named, mapped.words[_NAMES_FORGOTTEN]
     if named.get(root) == forgotten or (as_hint and named.get(root + _AS_HINT) == forgotten):
         return False
@@ -213,7 +215,7 @@ def _must_name(mapped: Mapped, root: bytes, as_hint: bool) -> bool:
 
 
 def _send_name(
-    mapped: Mapped, root: bytes, name: dict[str, Any], as_hint: bool, timeout_s: float | None = None
+    mapped: MappedNode, root: bytes, name: dict[str, Any], as_hint: bool, timeout_s: float | None = None
 ) -> None:
     body = (pack_json({"call": "root", "root": root.hex(), **name}),)
     forgotten = mapped.header.names_forgotten  # read before the request, so a name forgotten after it is sent again

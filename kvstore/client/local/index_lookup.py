@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from kvstore.client.local.node import Mapped
+from kvstore.client.local.node import MappedNode
 from kvstore.client.local.tier_reader import LowerReader
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, Tier
@@ -34,7 +34,7 @@ LastPage = tuple[int, bytes | None]
 """A number of leading pages, and the raw address of the last one (None if there are none)."""
 
 
-def indexed_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> LastPage:
+def indexed_pages(mapped: MappedNode, hashes: list[bytes], closed: bool) -> LastPage:
     """Return how many leading keys the index lists in DRAM, whatever their roots are. If it does not list all,
     published pages are waited for, and count too.
 
@@ -49,7 +49,7 @@ def indexed_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> LastPage
 
 
 def _search_published(
-    mapped: Mapped, hashes: list[bytes], closed: bool, seen: bytes | None, pages: LastPage
+    mapped: MappedNode, hashes: list[bytes], closed: bool, seen: bytes | None, pages: LastPage
 ) -> LastPage:
     """Continue ``indexed_pages`` with published pages, while the node takes them in.
 
@@ -66,14 +66,14 @@ def _search_published(
     return pages
 
 
-def _take_in(mapped: Mapped, missing_keys: Callable[[], list[bytes]], seen: bytes) -> bytes | None:
-    """Call ``Published.look``, and then open the node's new index if there is one: only it may list the pages that the
-    node has taken in. Return None if the misses are final."""
+def _take_in(mapped: MappedNode, missing_keys: Callable[[], list[bytes]], seen: bytes) -> bytes | None:
+    """Call ``PutLogReader.look``, and then open the node's new index if there is one: only it may list the pages that
+    the node has taken in. Return None if the misses are final."""
     positions = mapped.published.look(missing_keys, seen, mapped.channel)
     return mapped.published.seen if reopen_index(mapped) else positions
 
 
-def find_published(mapped: Mapped, hashes: list[bytes]) -> list[bytes | None]:
+def find_published(mapped: MappedNode, hashes: list[bytes]) -> list[bytes | None]:
     """Return the raw address of each key in DRAM; None for a key that is not there. The keys need not form a chain.
 
     Published pages count: if the index does not list a key, the node is asked to take in published pages first.
@@ -94,7 +94,7 @@ def find_published(mapped: Mapped, hashes: list[bytes]) -> list[bytes | None]:
     return raws
 
 
-def _missing_keys(mapped: Mapped, hashes: list[bytes], pages: int, closed: bool) -> list[bytes]:
+def _missing_keys(mapped: MappedNode, hashes: list[bytes], pages: int, closed: bool) -> list[bytes]:
     """Return the first key that is not in DRAM, and the first key that is in no tier. Published pages may begin at
     either. ``pages``: the number of leading pages in DRAM."""
     rest, below = hashes[pages:], 0
@@ -107,7 +107,7 @@ def _missing_keys(mapped: Mapped, hashes: list[bytes], pages: int, closed: bool)
     return [rest[page] for page in {0, below} if page < len(rest)]
 
 
-def reopen_index(mapped: Mapped) -> bool:
+def reopen_index(mapped: MappedNode) -> bool:
     """Open the node's new index if the node has recreated it. Return True if so: keys that the old index did not list
     must be looked up again."""
     epoch = mapped.words[_EPOCH]
@@ -120,7 +120,7 @@ def reopen_index(mapped: Mapped) -> bool:
     return True
 
 
-def _search_index(mapped: Mapped, hashes: list[bytes], closed: bool) -> LastPage:
+def _search_index(mapped: MappedNode, hashes: list[bytes], closed: bool) -> LastPage:
     """Return how many leading keys the index lists in DRAM."""
     try:
         if closed:
@@ -132,12 +132,12 @@ def _search_index(mapped: Mapped, hashes: list[bytes], closed: bool) -> LastPage
     return count, raws[count - 1] if count else None
 
 
-def stored_pages(mapped: Mapped, keys: Keys, closed: bool) -> LastPage:
+def stored_pages(mapped: MappedNode, keys: Keys, closed: bool) -> LastPage:
     """Return how many leading pages of ``keys`` are in DRAM."""
     return _check_root(mapped, keys, indexed_pages(mapped, keys.hashes, closed), closed)
 
 
-def _check_root(mapped: Mapped, keys: Keys, pages: LastPage, closed: bool) -> LastPage:
+def _check_root(mapped: MappedNode, keys: Keys, pages: LastPage, closed: bool) -> LastPage:
     """Reduce pages that the index lists to the leading ones that have the root of ``keys``."""
     count, last = pages
     if last is None or (closed and mapped.dram.root_at(last) in (None, keys.root)):
@@ -150,7 +150,7 @@ def _check_root(mapped: Mapped, keys: Keys, pages: LastPage, closed: bool) -> La
     return len(leading), leading[-1] if leading else None
 
 
-def stored_or_published(mapped: Mapped, keys: Keys, closed: bool) -> LastPage:
+def stored_or_published(mapped: MappedNode, keys: Keys, closed: bool) -> LastPage:
     """Return how many leading pages of ``keys`` a put need not store: those in DRAM, and those that this session has
     published, even if the node has not taken them in."""
     publisher, published, hashes = mapped.channel.publisher, mapped.published, keys.hashes
@@ -172,7 +172,7 @@ def stored_or_published(mapped: Mapped, keys: Keys, closed: bool) -> LastPage:
 
 
 def stored_beyond(
-    mapped: Mapped, keys: Keys, dram_pages: int, closed: bool, readable: bool = False
+    mapped: MappedNode, keys: Keys, dram_pages: int, closed: bool, readable: bool = False
 ) -> tuple[int, dict[Tier, int]]:
     """Return how many leading pages are in any tier, and how many of them each lower tier adds.
 
@@ -209,7 +209,7 @@ def stored_beyond(
     return pages, below
 
 
-def pages_below(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Collection[int]:
+def pages_below(mapped: MappedNode, keys: Keys, start: int, closed: bool) -> Collection[int]:
     """Return the pages from ``start`` on that are in a lower tier of the node, whether or not other tiers have them."""
     readers = mapped.lower.values()
     if closed:
@@ -217,7 +217,7 @@ def pages_below(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Collect
     return set[int]().union(*(_tier_pages(mapped, reader, keys, start) for reader in readers))
 
 
-def tiers_by_page(mapped: Mapped, keys: Keys, closed: bool) -> dict[int, Tier]:
+def tiers_by_page(mapped: MappedNode, keys: Keys, closed: bool) -> dict[int, Tier]:
     """Return a tier for each page that the node has, by page."""
     pages = stored_pages(mapped, keys, closed)[0]
     tiers = dict.fromkeys(range(pages), mapped.dram.tier)
@@ -236,7 +236,7 @@ def tiers_by_page(mapped: Mapped, keys: Keys, closed: bool) -> dict[int, Tier]:
     return tiers
 
 
-def first_unstored(mapped: Mapped, keys: Keys, closed: bool) -> int:
+def first_unstored(mapped: MappedNode, keys: Keys, closed: bool) -> int:
     """Return the first page that is in no tier of the node, not counting mounted memory; ``len(keys)`` if all are
     stored."""
     start = stored_pages(mapped, keys, closed)[0]
@@ -248,7 +248,7 @@ def first_unstored(mapped: Mapped, keys: Keys, closed: bool) -> int:
     return next((page for page, raw in enumerate(raws, start) if raw is None and page not in below), len(keys))
 
 
-def locate(mapped: Mapped, reader: LowerReader, keys: Keys, closed: bool) -> list[bytes]:
+def locate(mapped: MappedNode, reader: LowerReader, keys: Keys, closed: bool) -> list[bytes]:
     """Return the raw addresses of the leading pages of ``keys`` in the reader's tier."""
     closed = closed and reader.closed
     hashes = keys.hashes[: _leading_pages(mapped, reader, keys, 0)] if closed else keys.hashes
@@ -262,7 +262,7 @@ def locate(mapped: Mapped, reader: LowerReader, keys: Keys, closed: bool) -> lis
     return [raw[:ADDRESS_BYTES] for raw in raws[:count] if raw is not None]
 
 
-def _tier_pages(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> set[int]:
+def _tier_pages(mapped: MappedNode, reader: LowerReader, keys: Keys, start: int) -> set[int]:
     """Return all pages from ``start`` on that are in the reader's tier."""
     try:
         raws = mapped.index.find_many(reader.tier, keys.hashes[start:])
@@ -272,7 +272,7 @@ def _tier_pages(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> 
     return {page for page, raw in enumerate(raws, start) if raw is not None and root_at(raw) in (None, root)}
 
 
-def _leading_pages(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> int:
+def _leading_pages(mapped: MappedNode, reader: LowerReader, keys: Keys, start: int) -> int:
     """Return how many consecutive pages from ``start`` on are in the reader's tier, for prefix-closed chains."""
     index, tier, hashes = mapped.index, reader.tier, keys.hashes
     try:

@@ -12,7 +12,7 @@ from typing import Final
 from kvstore import failpoint
 from kvstore.client.local.hints import promote
 from kvstore.client.local.index_lookup import pages_below
-from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.verify_hit import Run, address_parts, prove
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, Lease, Match
 from kvstore.errors import InvalidRequest, LeaseBroken, Unavailable
@@ -36,7 +36,7 @@ class RunLease:
         number: the number of a lease that was taken before; 0 for a new lease.
     """
 
-    def __init__(self, mapped: Mapped, ttl_ms: int, number: int = 0) -> None:
+    def __init__(self, mapped: MappedNode, ttl_ms: int, number: int = 0) -> None:
         self.number = number or secrets.randbits(63) | 1
         self._mapped = mapped
         self._ttl_ms = ttl_ms
@@ -44,12 +44,12 @@ class RunLease:
 
     def take(self, runs: list[Run]) -> int:
         """Take the lease. Return the number of leading pages for which the node gave it; those that are unchanged
-        afterwards are leased. Raises as ``Mapped.exchange``."""
+        afterwards are leased. Raises as ``MappedNode.exchange``."""
         return self._publish(runs) or self._request(runs)
 
     def renew(self, runs: list[Run]) -> bool:
         """Move the deadline. If the node has forgotten the lease, for example after a restart, take it again and return
-        False: the runs may have changed since. Raises as ``Mapped.exchange``."""
+        False: the runs may have changed since. Raises as ``MappedNode.exchange``."""
         if self._mapped.exchange(Op.RENEW, a=self.number, b=self._ttl_ms).op == Status.OK:
             return True
         self._request(runs)
@@ -113,7 +113,7 @@ class LocalLease(Lease):
     """
 
     def __init__(
-        self, node: LocalNode, layout: Layout, keys: Keys, ttl_s: float, name: Callable[[Mapped], None]
+        self, node: LocalNode, layout: Layout, keys: Keys, ttl_s: float, name: Callable[[MappedNode], None]
     ) -> None:
         super().__init__(layout, keys, ttl_s)
         self._node = node
@@ -170,7 +170,7 @@ class LocalLease(Lease):
         if run_lease is not None:
             run_lease.release()
 
-    def _proven(self, mapped: Mapped) -> tuple[list[Run], str]:
+    def _proven(self, mapped: MappedNode) -> tuple[list[Run], str]:
         """Return the runs of the leading pages in DRAM, and why there are not more. If lower tiers have further pages,
         these are promoted first."""
         keys, closed = self._keys, self._layout.attention == "full"

@@ -1,5 +1,5 @@
-"""``LocalNode``: a node of this machine, as a process uses it. The process maps the node's files (``Mapped``), which is
-enough for reads. Only writes need the node's daemon."""
+"""``LocalNode``: a node of this machine, as a process uses it. The process maps the node's files (``MappedNode``),
+which is enough for reads. Only writes need the node's daemon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.client.local.grants import GrantPool, GrantPools
 from kvstore.client.local.hbm import HbmReader
 from kvstore.client.local.nvme import NvmeReader, ReadThreads
 from kvstore.client.local.peer_reads import PeerReader
-from kvstore.client.local.publisher import Channel, Published
+from kvstore.client.local.publisher import Channel, PutLogReader
 from kvstore.client.local.tier_reader import DramReader, LowerReader, TierReader
 from kvstore.client.store import AFTER_FORK
 from kvstore.client.workers import Workers
@@ -72,7 +72,7 @@ class _Resources:
             self.embedded.close()
 
 
-class Mapped:
+class MappedNode:
     """The mapped files of one incarnation of a node, under one epoch of its index.
 
     When the incarnation or the epoch changes, the owner replaces the whole object (only ``index_lookup.reopen_index``
@@ -124,7 +124,7 @@ class Mapped:
         lower: Mapping[Tier, LowerReader],
         channel: Channel,
         secret: bytes,
-        older: Mapped | None,
+        older: MappedNode | None,
         timeout_s: float,
     ) -> None:
         self.folder = folder
@@ -145,7 +145,7 @@ class Mapped:
         self.claims: Claims = older.claims if older is not None else Claims()
         self.named: dict[bytes, int] = older.named if older is not None else {}
         self.limited: set[bytes] = older.limited if older is not None else set()
-        self.published = Published(folder, header, timeout_s)
+        self.published = PutLogReader(folder, header, timeout_s)
         self.no_hints_until_ns: int = older.no_hints_until_ns if older is not None else 0
         self.timeout_s = timeout_s
 
@@ -228,7 +228,7 @@ class LocalNode:
         self.peer_reader: PeerReader | None = None
         self.workers = Workers(f"kvstore-{self.folder.name}")
         self._pid = os.getpid()
-        self._mapped: Mapped | None = None
+        self._mapped: MappedNode | None = None
         self._header_id = (0, 0)
         self._lock = threading.Lock()
         self._threads = ReadThreads(f"kvstore-{self.folder.name}-nvme")
@@ -246,7 +246,7 @@ class LocalNode:
         """True if the node runs in this process."""
         return self._resources.embedded is not None
 
-    def mapped(self) -> Mapped | None:
+    def mapped(self) -> MappedNode | None:
         """Return the node's files for reading. Return None if there are no files that can be trusted now, so that
         everything is a miss.
 
@@ -261,7 +261,7 @@ class LocalNode:
                 return mapped
         return self._map()
 
-    def writable(self) -> Mapped:
+    def writable(self) -> MappedNode:
         """Return the node's files for writing. Waits up to ``timeout_s`` for a node that is being created.
 
         Raises:
@@ -280,7 +280,7 @@ class LocalNode:
         return mapped
 
     @property
-    def last(self) -> Mapped | None:
+    def last(self) -> MappedNode | None:
         """The last result of ``mapped``, without a check."""
         return self._mapped
 
@@ -321,7 +321,7 @@ class LocalNode:
             return 0, 0
         return status.st_dev, status.st_ino
 
-    def _map(self) -> Mapped | None:
+    def _map(self) -> MappedNode | None:
         """Map the node's current files. If the incarnation has not changed, everything but the index is reused."""
         self.check_open()  # before the lock: in a forked child, another thread may have held it at the fork
         with self._lock:
@@ -346,7 +346,7 @@ class LocalNode:
             lower = old.lower if old is not None else self._lower_readers()
             self._header_id = identity
             parts = self.folder, header, incarnation, epoch, index, dram, lower, channel, secret, old
-            self._mapped = Mapped(*parts, self.timeout_s)
+            self._mapped = MappedNode(*parts, self.timeout_s)
             self._resources.pools = self._mapped.pools
             return self._mapped
 
@@ -358,7 +358,7 @@ class LocalNode:
         header = Header.open(self.folder) if self.folder.is_trusted() else None
         return header if header is not None and header.boot_id == boot_id() else None
 
-    def _channel(self, old: Mapped | None, incarnation: int) -> Channel:
+    def _channel(self, old: MappedNode | None, incarnation: int) -> Channel:
         if old is not None:
             return old.channel
         resources = self._resources
@@ -369,7 +369,7 @@ class LocalNode:
             resources.channel = resources.embedded.channel()
         return resources.channel
 
-    def _unmap(self, old: Mapped | None) -> None:
+    def _unmap(self, old: MappedNode | None) -> None:
         """Drop the files of an old incarnation, which are no longer valid, and end its session."""
         self._mapped = None
         if old is not None and self._resources.embedded is None:

@@ -31,7 +31,7 @@ from kvstore.client.buffers import DeviceRows, Rows, Scattered
 from kvstore.client.local.frame_copies import frames_of
 from kvstore.client.local.grants import BATCH_BYTES, GrantPool, Purpose, is_still_granted
 from kvstore.client.local.index_lookup import find_published
-from kvstore.client.local.node import Mapped
+from kvstore.client.local.node import MappedNode
 from kvstore.client.local.publisher import PendingReply
 from kvstore.client.local.put import LocalPut, SealBatch
 from kvstore.client.local.tier_reader import MappedExtent
@@ -82,7 +82,7 @@ class GatheredFrames(NamedTuple):
         return [position for position, is_same in zip(self.positions, unchanged, strict=True) if not is_same]
 
 
-def gather(mapped: Mapped, raws: Sequence[bytes | None]) -> list[GatheredFrames]:
+def gather(mapped: MappedNode, raws: Sequence[bytes | None]) -> list[GatheredFrames]:
     """Return the frames at these raw DRAM addresses, by extent. Omit those that are not sealed under the generation in
     their address."""
     positions: Sequence[int] = range(len(raws))
@@ -104,7 +104,7 @@ def gather(mapped: Mapped, raws: Sequence[bytes | None]) -> list[GatheredFrames]
 
 
 def _gather_extent(
-    mapped: Mapped, number: int, positions: Sequence[int], frames: Sequence[int], words: Sequence[int]
+    mapped: MappedNode, number: int, positions: Sequence[int], frames: Sequence[int], words: Sequence[int]
 ) -> list[GatheredFrames]:
     """Return the frames of one extent that have these words; empty if there are none."""
     extent = mapped.dram.extents.get(number) or mapped.dram.extent(number)
@@ -135,7 +135,9 @@ class DramHeads:
 
     __slots__ = ("keys", "raws", "frames", "heads", "large", "other")
 
-    def __init__(self, mapped: Mapped, root: bytes, names: Sequence[bytes], keys: list[bytes] | None = None) -> None:
+    def __init__(
+        self, mapped: MappedNode, root: bytes, names: Sequence[bytes], keys: list[bytes] | None = None
+    ) -> None:
         self.keys = keys if keys is not None else [key_hash(root, name) for name in names]
         self.raws: list[bytes | None] = []
         self.frames: list[GatheredFrames] = []
@@ -164,7 +166,7 @@ class DramHeads:
 
 
 def find_heads(
-    mapped: Mapped, root: bytes, names: Sequence[bytes], keys: list[bytes] | None = None
+    mapped: MappedNode, root: bytes, names: Sequence[bytes], keys: list[bytes] | None = None
 ) -> list[bytes | None]:
     """Return the address of each object's head, in any tier; None if there is none, or if the key belongs to another
     object.
@@ -198,7 +200,7 @@ PageFrame = tuple[MappedExtent, int]
 
 
 def read_objects(
-    mapped: Mapped, root: bytes, names: Sequence[bytes], targets: Sequence[Rows | Scattered]
+    mapped: MappedNode, root: bytes, names: Sequence[bytes], targets: Sequence[Rows | Scattered]
 ) -> list[int | None]:
     """Copy objects from DRAM into their targets. Return the size of each; None if it could not be read in this way.
 
@@ -245,7 +247,7 @@ def read_objects(
 
 
 def _find_pieces(
-    mapped: Mapped, root: bytes, names: Sequence[bytes], dram: DramHeads
+    mapped: MappedNode, root: bytes, names: Sequence[bytes], dram: DramHeads
 ) -> tuple[list[GatheredFrames], dict[int, list[PageFrame]]]:
     """Return the frames of the pieces of large objects. Also return the pieces in order, by the object's position, for
     objects whose pieces are all in DRAM."""
@@ -319,7 +321,7 @@ class ProvenHead(NamedTuple):
         return int(self.extent.words[self.frame]) == self.word
 
 
-def find_head(mapped: Mapped, root: bytes, name: bytes) -> ProvenHead | None:
+def find_head(mapped: MappedNode, root: bytes, name: bytes) -> ProvenHead | None:
     """Return the head of an object, in any tier; None if there is none, or if the key belongs to another object."""
     key = key_hash(root, name)
     try:
@@ -337,14 +339,14 @@ def find_head(mapped: Mapped, root: bytes, name: bytes) -> ProvenHead | None:
     return None
 
 
-def plan_object(mapped: Mapped, name: bytes, value_bytes: int) -> tuple[FrameClass, About]:
+def plan_object(mapped: MappedNode, name: bytes, value_bytes: int) -> tuple[FrameClass, About]:
     """Return the frame class and the description of an object to be put."""
     frame_class = class_for(name, value_bytes, int(mapped.header.extent_bytes))
     pieces = pieces_of(value_bytes, frame_class.page_bytes)
     return frame_class, About(name, value_bytes, pieces, secrets.token_bytes(NONCE_BYTES))
 
 
-def copy_from(source: Scattered, start: int, mapped: Mapped, addresses: list[Address]) -> None:
+def copy_from(source: Scattered, start: int, mapped: MappedNode, addresses: list[Address]) -> None:
     """Copy a value, from byte ``start`` on, into these frames. Raises NodeUnavailable if they do not exist any more."""
     for extent, frame, i, j in frames_of(mapped, addresses):
         for page in range(i, j):
@@ -401,7 +403,7 @@ class HeadPut(_ObjectPagesPut):
         is_present: after ``result``, True if another object is stored under the key.
     """
 
-    def __init__(self, mapped: Mapped, keys: Keys, frame_class: FrameClass, replaced: bytes) -> None:
+    def __init__(self, mapped: MappedNode, keys: Keys, frame_class: FrameClass, replaced: bytes) -> None:
         super().__init__(mapped, keys, frame_class)
         self._replaced = replaced
         self.is_busy = self.is_present = False
@@ -462,7 +464,7 @@ class ObjectsPut:
 
     def __init__(
         self,
-        mapped: Mapped,
+        mapped: MappedNode,
         root: bytes,
         names: Sequence[bytes],
         sources: Sequence[Scattered],

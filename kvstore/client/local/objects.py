@@ -10,7 +10,7 @@ from kvstore.client.buffers import Scattered
 from kvstore.client.local.cache import ORDERED, LocalCache
 from kvstore.client.local.grants import OVER_QUOTA
 from kvstore.client.local.hints import name_objects
-from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.object_batches import (
     HeadPut,
     ObjectsPut,
@@ -50,7 +50,7 @@ class _ObjectCache(LocalCache):
         super().__init__(node, object_layout(page_bytes, width), salt, "", verify)
         self.root = object_root(salt)
 
-    def _name(self, mapped: Mapped, as_hint: bool = False, timeout_s: float | None = None) -> None:
+    def _name(self, mapped: MappedNode, as_hint: bool = False, timeout_s: float | None = None) -> None:
         name_objects(mapped, self.root, self.salt, as_hint, timeout_s)
 
 
@@ -221,7 +221,7 @@ class LocalObjects(ObjectVerbs):
             self._object_caches[cache_key] = cache
         return cache
 
-    def _read(self, mapped: Mapped, salt: str, head: ProvenHead, target: Scattered) -> bool:
+    def _read(self, mapped: MappedNode, salt: str, head: ProvenHead, target: Scattered) -> bool:
         """Copy the value of an object into ``target``. Return False if one of its pages is missing or not proven.
 
         A head in DRAM is copied directly, and all other pages are read as pages of a cache. The head contains the end
@@ -270,7 +270,7 @@ class _ObjectPut:
     sends the requests, and ``result`` waits for them."""
 
     def __init__(
-        self, store: LocalObjects, mapped: Mapped, root: bytes, name: bytes, source: Scattered, replace: bool
+        self, store: LocalObjects, mapped: MappedNode, root: bytes, name: bytes, source: Scattered, replace: bool
     ) -> None:
         self._store, self._mapped, self._root, self._name = store, mapped, root, name
         self._source, self._replace = source, replace
@@ -331,7 +331,7 @@ class _ObjectPut:
             self._store._delete_pages([last])
 
 
-def _check_size(mapped: Mapped, name: bytes, size: int) -> None:
+def _check_size(mapped: MappedNode, name: bytes, size: int) -> None:
     """Raise InvalidRequest if a value does not even fit into empty DRAM."""
     extent_bytes, positions = int(mapped.header.extent_bytes), int(mapped.header.positions)
     frame_class = class_for(name, size, extent_bytes)

@@ -25,7 +25,7 @@ import numpy as np
 from kvstore.client.buffers import Rows
 from kvstore.client.local.hints import PAUSE_MAX_S, PAUSE_MIN_S, accepts_hints, wait_for_saves
 from kvstore.client.local.index_lookup import first_unstored, locate, stored_beyond, stored_pages
-from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.peer_reads import FetchResult, PeerReader, TimeBudget
 from kvstore.client.local.verify_hit import address_runs
 from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
@@ -70,7 +70,9 @@ class ArrivingPages:
         rows: the frame of each page, to be written within ``mapped.channel.copies``.
     """
 
-    def __init__(self, node: LocalNode, mapped: Mapped, keys: Keys, frame_class: FrameClass, timeout_s: float) -> None:
+    def __init__(
+        self, node: LocalNode, mapped: MappedNode, keys: Keys, frame_class: FrameClass, timeout_s: float
+    ) -> None:
         bytes_limit = max(1, ARRIVAL_BYTES // frame_class.page_bytes)
         limit = min(batch_pages(frame_class.page_tokens, frame_class.layers), bytes_limit)
         self.rows: list[Rows] = []
@@ -184,7 +186,7 @@ class ArrivingPages:
                 self._mapped.channel.request(Op.REVOKE, **fields, body=(raw,), timeout_s=self._timeout_s)
 
 
-def is_pending(mapped: Mapped, key: bytes) -> bool:
+def is_pending(mapped: MappedNode, key: bytes) -> bool:
     """Return whether a process of this machine has reserved a frame for this page and has not sealed it yet."""
     try:
         return mapped.index.find_pending(key) is not None
@@ -192,7 +194,7 @@ def is_pending(mapped: Mapped, key: bytes) -> bool:
         return False  # the daemon rebuilds the index under a new epoch
 
 
-def wait_while_pending(mapped: Mapped, key: bytes, timeout_s: float) -> bool:
+def wait_while_pending(mapped: MappedNode, key: bytes, timeout_s: float) -> bool:
     """Wait until a page is not pending any more, but at least for one pause. Return False if it still is after
     ``timeout_s``."""
     deadline_s, pause_s = time.monotonic() + timeout_s, PAUSE_MIN_S
@@ -207,7 +209,7 @@ def wait_while_pending(mapped: Mapped, key: bytes, timeout_s: float) -> bool:
 
 COPIES: Final = Retention(-1)  # copies of other nodes' pages are evicted first
 
-Name = Callable[[Mapped, float], None]
+Name = Callable[[MappedNode, float], None]
 """Sends the node the tenant of a cache's pages, within a number of seconds."""
 
 
@@ -261,7 +263,7 @@ class PeerCaching:
             arrival.seal(pages)
         return pages > 0
 
-    def _read_engines(self, mapped: Mapped, located: list[bytes], keys: Keys, rows: list[Rows]) -> int:
+    def _read_engines(self, mapped: MappedNode, located: list[bytes], keys: Keys, rows: list[Rows]) -> int:
         """Read pages of engines into frames, up to the first one that does not exist any more. Return their number."""
         for page, row in enumerate(rows):
             part = slice(page, page + 1)
@@ -297,7 +299,7 @@ class PeerCaching:
         return has_ended
 
     def _reserve(
-        self, mapped: Mapped, keys: Keys, budget: TimeBudget, name: Name
+        self, mapped: MappedNode, keys: Keys, budget: TimeBudget, name: Name
     ) -> tuple[ArrivingPages, FrameReservation]:
         """Reserve frames for the leading pages of ``keys``."""
         arrival = ArrivingPages(self._node, mapped, keys, self._chain.frame_class, budget.local_wait_s)
@@ -305,7 +307,7 @@ class PeerCaching:
             name(mapped, budget.local_wait_s)
             return arrival, arrival.reserve()
 
-    def _wait_for_other(self, mapped: Mapped, key: bytes, budget: TimeBudget) -> bool:
+    def _wait_for_other(self, mapped: MappedNode, key: bytes, budget: TimeBudget) -> bool:
         """Wait for another process of this machine that fetches this page. Return whether it has ended."""
         has_ended = wait_while_pending(mapped, key, budget.local_wait_s)
         budget.deduct(0.0 if has_ended else budget.local_wait_s)
@@ -314,7 +316,7 @@ class PeerCaching:
     def _receive(
         self,
         peer_reader: PeerReader,
-        mapped: Mapped,
+        mapped: MappedNode,
         arrival: ArrivingPages,
         keys: Keys,
         pages: int,
@@ -331,7 +333,7 @@ class PeerCaching:
         result.add(fetched)
         return bool(fetched.pages)
 
-    def _stored(self, mapped: Mapped, keys: Keys) -> int:
+    def _stored(self, mapped: MappedNode, keys: Keys) -> int:
         """Return how many leading pages any local tier has."""
         pool_keys = mapped.in_pool(keys)
         pages, _ = stored_pages(mapped, pool_keys, self._chain.closed)

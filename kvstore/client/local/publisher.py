@@ -7,7 +7,7 @@ socket, and ``node.dispatch.InProcessChannel`` for a node in this process. One c
 sending a request. The node takes them in later. ``Copies`` counts the copies into granted frames that are in flight, so
 that a session does not end during a copy.
 
-``Published`` reads the log. A reader that does not find a key in the index looks for it in the log. If the key is
+``PutLogReader`` reads the log. A reader that does not find a key in the index looks for it in the log. If the key is
 there, the reader asks the node to take in the published pages, and reads the index again. It also waits for a page that
 the node saves to NVMe because its parent is there. While the node is down, published pages are misses. The log is a
 hint and proves no page.
@@ -145,13 +145,13 @@ class Publisher:
             position = log.append(self.slot, self._session, request)
             if position:
                 if len(self._waiting) > WAITING_MAX:
-                    marked = self.marked
-                    self._waiting = {key: end for key, end in self._waiting.items() if end > marked}
+                    drained = self.drained
+                    self._waiting = {key: end for key, end in self._waiting.items() if end > drained}
                 self._waiting.update(dict.fromkeys(keys, position))
             return position
 
     @property
-    def marked(self) -> int:
+    def drained(self) -> int:
         """The position up to which the node has taken in this slot."""
         log = self._log
         return log.drained_position(self.slot) if log is not None else 0
@@ -164,15 +164,15 @@ class Publisher:
 
     def holds(self, key: bytes) -> bool:
         """Return whether this session has published the page of ``key`` and the node has not taken it in."""
-        return self._waiting.get(key, 0) > self.marked
+        return self._waiting.get(key, 0) > self.drained
 
     def leading(self, keys: list[bytes], start: int) -> int:
         """Return for how many consecutive keys from ``start`` on ``holds`` is true."""
         waiting, page = self._waiting, start
         if keys[start] not in waiting:
             return 0
-        marked = self.marked
-        while page < len(keys) and waiting.get(keys[page], 0) > marked:
+        drained = self.drained
+        while page < len(keys) and waiting.get(keys[page], 0) > drained:
             page += 1
         return page - start
 
@@ -254,7 +254,7 @@ ARRIVAL_S: Final = 2.0  # longest wait for a page's save to NVMe; then its slot 
 _PAUSE_S: Final = 0.001  # between two checks whether a page has been saved
 
 
-class Published:
+class PutLogReader:
     """The log of one mapped node, for its readers. Thread-safe.
 
     Args:
@@ -362,10 +362,10 @@ class Published:
         still in the log."""
         deadline = time.monotonic() + min(self._wait_s, ARRIVAL_S)
         while (slot := log.holder(key)) >= 0:
-            marked = log.drained_position(slot)
-            if marked == self._stuck.get(slot):
+            drained = log.drained_position(slot)
+            if drained == self._stuck.get(slot):
                 return
             if time.monotonic() > deadline:
-                self._stuck[slot] = marked
+                self._stuck[slot] = drained
                 return
             time.sleep(_PAUSE_S)

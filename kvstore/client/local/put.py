@@ -15,7 +15,7 @@ from kvstore.client.buffers import DeviceRows, Rows, fill
 from kvstore.client.local.copying import checksums_of
 from kvstore.client.local.frame_copies import frame_checksums, frames_of, from_device
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, Purpose, is_still_granted
-from kvstore.client.local.node import Mapped
+from kvstore.client.local.node import MappedNode
 from kvstore.client.local.publisher import PendingReply, Publisher
 from kvstore.client.prefix_cache import PendingPut
 from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
@@ -78,7 +78,7 @@ class LocalPut(PendingPut):
 
     def __init__(
         self,
-        mapped: Mapped,
+        mapped: MappedNode,
         keys: Keys,
         frame_class: FrameClass,
         flags: int = 0,
@@ -171,7 +171,7 @@ class LocalPut(PendingPut):
                     pool.add(pool.granted(request))
 
     @staticmethod
-    def may_publish(mapped: Mapped) -> bool:
+    def may_publish(mapped: MappedNode) -> bool:
         """Return whether puts can be published: this session has a log, and the node is serving. A quota does not
         matter, because a tenant is charged when frames are granted."""
         return mapped.channel.publisher is not None and mapped.words[_STATE] == _READY
@@ -299,7 +299,7 @@ class LocalPut(PendingPut):
         """Return whether a page can be published: whether its parent is the root, or a page that is in DRAM or
         published. Such a parent cannot be evicted before the node takes the page in."""
         parent = self._parent_key(page)
-        if parent == self._keys.root or (page > self._first and publisher.marked < self._published):
+        if parent == self._keys.root or (page > self._first and publisher.drained < self._published):
             return True
         try:
             return self._mapped.index.find(self._mapped.dram.tier, parent) is not None or publisher.holds(parent)

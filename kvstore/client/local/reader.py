@@ -14,7 +14,7 @@ from kvstore.client.device_link import link_of
 from kvstore.client.local.frame_copies import to_device
 from kvstore.client.local.hints import hint_drain, hint_promote
 from kvstore.client.local.index_lookup import locate, pages_below
-from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.client.local.verify_hit import Run, address_runs, equal_rows
 from kvstore.client.reader import Reader
@@ -56,13 +56,13 @@ class LocalReader(Reader):
     PAUSES_S = (20e-6, 1e-3)
 
     def __init__(
-        self, node: LocalNode, layout: Layout, keys: Keys, timeout_s: float, name: Callable[[Mapped, bool], None]
+        self, node: LocalNode, layout: Layout, keys: Keys, timeout_s: float, name: Callable[[MappedNode, bool], None]
     ) -> None:
         super().__init__(layout, keys, timeout_s)
         self._node = node
         self._name = name  # sends the node the tenant of these pages
         self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
-        self._mapped: Mapped | None = None
+        self._mapped: MappedNode | None = None
         self._runs: list[LayerRun] = []
         self._next_hint_s = 0.0
         self._log_positions = b""  # positions of the log when it was last searched, see `hint_drain`
@@ -146,7 +146,7 @@ class LocalReader(Reader):
             self._add_run(mapped, page)
         return self._runs[-1] if self._runs and self._runs[-1].page == page else None
 
-    def _add_run(self, mapped: Mapped, page: int) -> None:
+    def _add_run(self, mapped: MappedNode, page: int) -> None:
         """Look up and prove the run of frames that begins with ``page``."""
         keys = self._keys.hashes
         try:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, fingerprint, span_start, spans_of
@@ -46,7 +46,7 @@ class LocalSegment:
     """
 
     def __init__(
-        self, node: LocalNode, mapped: Mapped, layout: Layout, table: MountedTable, memory: MountedMemory | None
+        self, node: LocalNode, mapped: MappedNode, layout: Layout, table: MountedTable, memory: MountedMemory | None
     ) -> None:
         self._node = node
         self._mounted_memory = memory
@@ -232,7 +232,7 @@ def mount(
     return segment
 
 
-def _shared(mapped: Mapped, number: int, nbytes: int) -> mmap.mmap:
+def _shared(mapped: MappedNode, number: int, nbytes: int) -> mmap.mmap:
     """Create the shared memory of a segment. Raises OutOfSpace, OSError."""
     path = data_path(mapped.folder, number)
     mapped.folder.new_file(path, nbytes, b"")

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvstore.client.local.cache import LocalCache
 from kvstore.client.local.channel import SocketChannel
-from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.objects import LocalObjects
 from kvstore.client.local.segment import LocalSegment, mount
 from kvstore.client.store import Store, check_cache
@@ -137,7 +137,7 @@ class LocalStore(Store, LocalObjects):
         folder = NodeFolder.at(self._node.path)
         return folder.is_trusted() and folder.is_running()
 
-    def _is_daemon_ready(self, mapped: Mapped) -> bool:
+    def _is_daemon_ready(self, mapped: MappedNode) -> bool:
         """Return whether the daemon is ready and had a recent heartbeat. A stopped process still holds its lock, but
         takes no requests."""
         heartbeat_ns = time.monotonic_ns() - mapped.header.heartbeat_ns

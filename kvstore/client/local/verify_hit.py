@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.client.local.index_lookup import indexed_pages, stored_pages
-from kvstore.client.local.node import Mapped
+from kvstore.client.local.node import MappedNode
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY
 from kvstore.device.host_memory import copy
@@ -64,7 +64,7 @@ def address_parts(runs: list[Run]) -> list[bytes]:
     return [raw[start : start + step] for start in range(0, len(raw), step)]
 
 
-def prove(mapped: Mapped, keys: Keys, page_bytes: int, closed: bool = True) -> tuple[list[Run], int, str]:
+def prove(mapped: MappedNode, keys: Keys, page_bytes: int, closed: bool = True) -> tuple[list[Run], int, str]:
     """Prove the leading pages of ``keys``. Return their runs, their number, and why there are not more ("" for all)."""
     requested = len(keys.hashes)
     stored, raw = indexed_pages(mapped, keys.hashes, closed)
@@ -97,7 +97,7 @@ def _has_identity(run: Run, keys: Keys) -> bool:
     )
 
 
-def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tuple[list[Run], int, str]:
+def _prove_each(mapped: MappedNode, keys: Keys, stored: int, page_bytes: int) -> tuple[list[Run], int, str]:
     """Look up each of the ``stored`` leading pages, and prove them run by run.
 
     Plain loops are faster than numpy here: a batch has few runs, and each call of numpy takes time.

@@ -24,7 +24,7 @@ from kvstore.client.local.frame_copies import frame_runs
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
 from kvstore.client.local.hints import wait_for_saves
 from kvstore.client.local.index_lookup import stored_or_published, stored_pages
-from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.publisher import Copies, PendingReply, Publisher
 from kvstore.client.local.put import LocalPut
 from kvstore.client.local.tier_reader import MappedExtent
@@ -203,7 +203,7 @@ class LocalWriter(Writer):
         keys: Keys,
         ttl_s: float,
         group: str | int | None,
-        name: Callable[[Mapped], None],
+        name: Callable[[MappedNode], None],
     ) -> None:
         super().__init__(shard, keys, ttl_s, group)
         layout = shard.layout
@@ -213,7 +213,7 @@ class LocalWriter(Writer):
         self._is_whole = shard.count == 1 and group is None  # no other writer writes into the same frames
         self._even = 0 if shard.stages == 1 else None
         self._copies: AbstractContextManager[None] | None = None  # to enter for each copy; None without frames
-        self._mapped: Mapped | None = None
+        self._mapped: MappedNode | None = None
         self._put: LocalPut | None = None  # publishes the pages in granted frames
         self._frames: list[Address] = []  # granted frames
         self._frames_until_s = 0.0  # the deadline of granted frames
@@ -238,7 +238,7 @@ class LocalWriter(Writer):
             self._revoke()
             raise
 
-    def _take_granted(self, mapped: Mapped) -> bool:
+    def _take_granted(self, mapped: MappedNode) -> bool:
         """Take frames that were granted ahead, and request the few that are missing.
 
         Return False if frames must be reserved instead: if this is a shard, if a put would have to wait for the node,
@@ -269,7 +269,7 @@ class LocalWriter(Writer):
             failpoint.hit("client.begun")
         return True
 
-    def _publish_start(self, mapped: Mapped, publisher: Publisher, page: int) -> None:
+    def _publish_start(self, mapped: MappedNode, publisher: Publisher, page: int) -> None:
         """Publish which pages are written into the granted frames. A reader that waits for a page asks the node to take
         this in, and then reads the layers while they are written. If the log is full, readers wait for the seal."""
         keys, width = self._keys, len(self._keys.identity_bytes) // len(self._keys)
@@ -282,7 +282,7 @@ class LocalWriter(Writer):
             publisher.publish(request, [], mapped.header)
             page += count
 
-    def _request_frames(self, mapped: Mapped) -> None:
+    def _request_frames(self, mapped: MappedNode) -> None:
         """Reserve frames under the keys of the pages that are not stored, as many as the node has. Raises as
         ``Writer.__enter__``."""
         keys, width = self._keys, len(self._keys.identity_bytes) // max(1, len(self._keys))
@@ -327,7 +327,7 @@ class LocalWriter(Writer):
         if is_full and not self.pages_new:
             raise OutOfSpace("no frame could be reserved: the store is full of pages that cannot be evicted")
 
-    def _map_runs(self, mapped: Mapped) -> None:
+    def _map_runs(self, mapped: MappedNode) -> None:
         """Map the frames as runs, and set their last use and their progress."""
         addresses = np.frombuffer(self._raw, ADDRESS_DTYPE)
         generations = addresses["generation"]
@@ -466,7 +466,7 @@ class LocalWriter(Writer):
         with contextlib.suppress(QuotaExceeded):  # the tenant has received a quota since: nothing is sealed
             self.sealed = put.result()
 
-    def _seal_frames(self, mapped: Mapped, raw: bytes) -> None:
+    def _seal_frames(self, mapped: MappedNode, raw: bytes) -> None:
         """Seal the pages in reserved frames, and return the frames of pages that could not be sealed. Pages that the
         node saves to a lower tier first are waited for if the caller waits."""
         requests = []
@@ -491,7 +491,7 @@ class LocalWriter(Writer):
             self.sealed += saved
             mapped.counters.put(mapped.row(self._class), saved)
 
-    def _statuses(self, mapped: Mapped, part: bytes, request: PendingReply) -> bytes:
+    def _statuses(self, mapped: MappedNode, part: bytes, request: PendingReply) -> bytes:
         """Wait for the reply to a seal, and return the status of each page. If the daemon has ended, send the request
         again. The status of a page that is sealed already is then STALE, and is changed to OK here."""
         count = len(part) // ADDRESS_BYTES

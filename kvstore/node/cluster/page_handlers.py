@@ -26,7 +26,7 @@ from kvstore.client.buffers import Rows
 from kvstore.client.local.hints import hint_read, report_damaged
 from kvstore.client.local.index_lookup import locate, tiers_by_page
 from kvstore.client.local.lease import RunLease, leased_runs
-from kvstore.client.local.node import LocalNode, Mapped
+from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.tier_reader import LowerReader, PendingRead
 from kvstore.client.local.verify_hit import Run, prove
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION
@@ -133,7 +133,7 @@ class _Reply:
         sent_below: number of these from each lower tier.
     """
 
-    def __init__(self, exchange: Exchange, request: ReadRequest, mapped: Mapped) -> None:
+    def __init__(self, exchange: Exchange, request: ReadRequest, mapped: MappedNode) -> None:
         self.mapped = mapped
         self.request = request
         self.closed = request.chain.closed
@@ -254,7 +254,7 @@ class LendHandler:
         self._node = node
         self._make = make
         self._lock = threading.Lock()
-        self._agent_memory: Mapped | None = None  # the memory that the agent has registered
+        self._agent_memory: MappedNode | None = None  # the memory that the agent has registered
         self._metadata = b""
         self._agents: list[NixlAgent] = []  # keeps the current agent; the last one ends with its memory
 
@@ -302,7 +302,7 @@ class LendHandler:
         RunLease(mapped, LOAN_MS, loan.lease).release()
         exchange.reply(FrameKind.RETURNED, pack_end(pages, "" if pages == loan.pages else GENERATION))
 
-    def _mapped(self, exchange: Exchange) -> Mapped:
+    def _mapped(self, exchange: Exchange) -> MappedNode:
         if not exchange.caller.operator:
             raise PermissionDenied("only nodes and operators may read a node's memory directly")
         mapped = self._node.mapped()
@@ -311,7 +311,7 @@ class LendHandler:
         return mapped
 
 
-def _loan(mapped: Mapped, request: ReadRequest, runs: list[Run], lease: int, reason: str) -> Loan:
+def _loan(mapped: MappedNode, request: ReadRequest, runs: list[Run], lease: int, reason: str) -> Loan:
     if not runs:
         return Loan(mapped.incarnation, lease, sums=np.zeros((0, request.pieces), np.uint32), reason=reason)
     lent_runs = []
