@@ -1,6 +1,6 @@
 """Comparison of eviction policies for ``kvstore simulate cache``: hit ratios as a table, as JSON, or as a picture.
 
-The policies are compared with three limits: a cache that never evicts, LRU, and the optimum (Belady), which no policy
+The policies are compared with three references: a cache that never evicts, LRU, and the optimum (Belady), which no policy
 can exceed.
 
 A *cache of single blocks* ignores that a block is useless without the blocks before it. Each block of a request, from
@@ -166,7 +166,7 @@ class Belady:
 
 CAPACITY_MAX = 1 << 24  # pages; the simulation uses several hundred bytes for each
 
-# The limits with which policies are compared, by the names of their rows.
+# The references with which policies are compared, by the names of their rows.
 LRU_BLOCKS = "lru of single blocks"
 BELADY = "belady"
 BELADY_BLOCKS = "belady of single blocks"
@@ -182,7 +182,7 @@ class Half(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The result of one policy or limit with one capacity."""
+    """The result of one policy or reference with one capacity."""
 
     policy: str
     capacity: int
@@ -214,7 +214,7 @@ class Comparison:
         return next(line.block_hit_ratio for line in self.lines if (line.policy, line.capacity) == (policy, capacity))
 
     def policies(self) -> list[str]:
-        """Return the names of the policies and limits, in the order in which they were run."""
+        """Return the names of the policies and references, in the order in which they were run."""
         return list(dict.fromkeys(line.policy for line in self.lines))
 
 
@@ -225,7 +225,7 @@ def compare(
     policies: Sequence[str],
     half: Half = Half.ALL,
 ) -> Comparison:
-    """Run every policy, and the limits, with every capacity (in pages).
+    """Run every policy, and the references, with every capacity (in pages).
 
     Raises:
         InvalidRequest: a capacity is out of range, a policy is unknown, or the trace is empty.

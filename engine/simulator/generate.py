@@ -74,7 +74,7 @@ def check_arguments(requests: int, rate: float, seed: int) -> None:
 
 
 def lognormal(random: np.random.Generator, mean: float, sigma: float) -> int:
-    """Draw a length of at least 1. ``mean`` is the mean of the distribution, and ``sigma`` that of its logarithm."""
+    """Draw a length of at least 1. ``mean`` belongs to the distribution, ``sigma`` to its logarithm."""
     return 1 + int(mean * exp(-sigma * sigma / 2) * random.lognormal(0, sigma))
 
 
