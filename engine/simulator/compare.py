@@ -1,7 +1,7 @@
 """Comparison of eviction policies for ``kvstore simulate cache``: hit ratios as a table, as JSON, or as a picture.
 
-The policies are compared with three references: a cache that never evicts, LRU, and the optimum (Belady), which no policy
-can exceed.
+The policies are compared with three references: a cache that never evicts, LRU, and the optimum (Belady), which no
+policy can exceed.
 
 A *cache of single blocks* ignores that a block is useless without the blocks before it. Each block of a request, from
 the front, is a hit or a miss on its own. Published hit ratios of traces count in this way.
