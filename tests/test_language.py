@@ -123,3 +123,44 @@ def test_the_rules_bite(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPat
     file = tmp_path / "x.py"
     file.write_text(text + "\n")
     assert list(complaints(file))
+
+
+SECTION = re.compile(r"^( *)(?:Args|Attributes):\n((?:\1 +[^\n]*\n|\n)+)", re.MULTILINE)
+
+
+def described(doc: str) -> list[str]:
+    """The names that the sections "Args" and "Attributes" of a docstring describe."""
+    names = []
+    for _, body in SECTION.findall(doc + "\n"):
+        indent = min(len(line) - len(line.lstrip()) for line in body.splitlines() if line.strip())
+        for line in body.splitlines():
+            head = re.match(rf" {{{indent}}}([a-z_*][\w*, ]*?):", line)
+            names += [name.strip(" *") for name in head[1].split(",")] if head else []
+    return names
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Every name, argument, attribute and text in a piece of code."""
+    names = set()
+    for each in ast.walk(node):
+        for field in ("id", "arg", "attr", "name", "value"):
+            value = getattr(each, field, None)
+            names |= {value} if isinstance(value, str) else set()
+    return names
+
+
+@pytest.mark.parametrize("part", ("kvstore", "engine"))
+def test_names_that_a_docstring_describes_exist(part: str) -> None:
+    """Arguments and attributes that were renamed keep their description."""
+    wrong = []
+    for path in sorted((ROOT / part).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            documented = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            inherits = isinstance(node, ast.ClassDef) and any(
+                getattr(base, "id", "") not in ("Protocol", "ABC", "NamedTuple") for base in node.bases
+            )
+            if documented and not inherits:
+                names = described(ast.get_docstring(node) or "")  # type: ignore[arg-type]
+                missing = set(names) - names_in(node) if names else set()
+                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in sorted(missing)]  # type: ignore[attr-defined]
+    assert wrong == []

@@ -73,7 +73,7 @@ def weigh(kind: Any, message: bytes, slice_values: int = VALUES_MAX) -> int | No
     type, the estimate covers the part that was readable.
 
     Args:
-        at_once: if the message has more values than this, counting stops, and None is returned.
+        slice_values: if the message has more values than this, counting stops, and None is returned.
 
     Raises:
         InvalidRequest: it has more than ``VALUES_MAX`` values, or nests deeper than ``DEPTH_MAX``.
