@@ -146,13 +146,13 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         import torch  # imported here because torch and transformers take seconds
 
         from engine.compute.models import load_model
-        from engine.compute.omp_threads import apart
+        from engine.compute.omp_threads import run_in_own_thread
 
         life.log_start(model=config.model)
         if config.threads:
             torch.set_num_threads(config.threads)  # before loading, which runs the model once
         load = partial(load_model, config.model, device=config.device, dtype=config.dtype, seed=config.seed)
-        model = apart(load)
+        model = run_in_own_thread(load)
         gc.freeze()  # objects of torch and transformers stay until the end, so collections can skip them
         _run(config, model, store, home, membership, life, announce)
 

@@ -70,14 +70,14 @@ def direct(arguments: dict[str, Any]) -> Ask:
     import torch
 
     from engine.compute.models import load_model
-    from engine.compute.omp_threads import apart
+    from engine.compute.omp_threads import run_in_own_thread
     from engine.config import EngineConfig
     from engine.model.request import Failed, Finished, Request, Sampling, Token
     from engine.shell.engine import Engine
     from engine.transfer.remote_prefill import Peer
 
     torch.set_num_threads(arguments["threads"])
-    model = apart(lambda: load_model(arguments["model"]))  # in its own threads, as in the daemon
+    model = run_in_own_thread(lambda: load_model(arguments["model"]))  # in its own threads, as in the daemon
     pages = arguments["batch"] * -(-(arguments["tokens"] + PAGE_TOKENS) // PAGE_TOKENS)
     config = EngineConfig(
         model=arguments["model"],

@@ -1,11 +1,12 @@
-"""Step graphs: a step of decoding as one call to a device, instead of some hundred that the host makes one by one.
+"""Step graphs: they run a decoding step with one call to the device, where the host would otherwise make hundreds.
 
-A graph is the forward of a batch with a fixed number of single tokens, recorded once over tensors that stay in place. A
-step copies its tokens, positions and page tables there, and replays the graph. There are graphs for some numbers of
-sequences; spare rows repeat the first sequence, and write the same KV that it writes.
+A graph is the recorded forward of a batch that has a fixed number of rows, one token each. The recording uses tensors
+whose addresses never change. To run a step, the engine copies tokens, positions and page tables into those tensors and
+replays the graph. There are graphs for some numbers of rows (``graph_sizes``). A step that has fewer sequences than
+rows repeats its first sequence in the spare rows; they write the same KV again.
 
-Steps with anything else run without a graph: chunks, layers that are still awaited (the host is asked between layers),
-page tables that are too long.
+A step runs without a graph if it has a chunk, if the host must act between layers (to wait for KV or to send it), or if
+a page table is too long.
 """
 
 from __future__ import annotations
@@ -24,20 +25,22 @@ from engine.compute.paged_cache import Batch, Slice
 from engine.memory.arena import Arenas
 
 Run = Callable[[], torch.Tensor]
-EVEN = 8  # graphs for more sequences than this are this far apart
+SIZE_STEP = 8  # from this number of rows on, the next larger graph has this many rows more
 
 
 def graph_sizes(rows_max: int) -> list[int]:
-    """The numbers of sequences that have graphs, ascending; a step computes at most twice as many rows as it needs.
+    """Return the numbers of rows for which graphs are recorded, ascending.
 
-    Example: up to 20: 1, 2, 4, 8, 16 and 20.
+    A step computes at most twice as many rows as it needs.
+
+    Example: ``graph_sizes(20)`` is ``[1, 2, 4, 8, 16, 20]``.
     """
-    sizes = [1, 2, 4, *range(EVEN, rows_max, EVEN), rows_max]
+    sizes = [1, 2, 4, *range(SIZE_STEP, rows_max, SIZE_STEP), rows_max]
     return sorted({size for size in sizes if size <= rows_max})
 
 
 def step_rows(batch: Batch, sizes: Sequence[int], pages_max: int) -> int | None:
-    """Rows of the graph for this batch; None if it has to run without one."""
+    """Return the number of rows of the graph that fits this batch; None if the batch must run without a graph."""
     if batch.before is not None or batch.after is not None:
         return None
     page_tokens = batch.layout.page_tokens
@@ -47,24 +50,28 @@ def step_rows(batch: Batch, sizes: Sequence[int], pages_max: int) -> int | None:
 
 
 class StepTensors:
-    """The tensors from which graphs read a step, int64: ``heads [3 + groups, rows]`` (token, position, slot, then a
-    frame per cache group), ``tables [groups, rows, pages]``."""
+    """The input tensors of all graphs, int64.
+
+    Attributes:
+        heads: ``[3 + groups, rows]``: token, position, slot in its page, then the page's frame in each cache group.
+        tables: ``[groups, rows, pages]``: page tables.
+    """
 
     def __init__(self, device: torch.device, groups: int, rows: int, pages: int) -> None:
         self.heads = torch.zeros((3 + groups, rows), dtype=torch.int64, device=device)
         self.tables = torch.zeros((groups, rows, pages), dtype=torch.int64, device=device)
 
     def fill(self, slices: Sequence[Slice], rows: int, page_tokens: int) -> None:
-        """Copy single tokens there, in this many rows: see the module on spare rows."""
-        heads, tables = laid_out(slices, rows, page_tokens)
+        """Copy ``slices`` of one token each into the first ``rows`` rows. Spare rows repeat the first slice."""
+        heads, tables = step_arrays(slices, rows, page_tokens)
         self.heads[:, :rows] = torch.from_numpy(heads)
         self.tables[:, :rows, : tables.shape[2]] = torch.from_numpy(tables)
 
 
-def laid_out(
+def step_arrays(
     slices: Sequence[Slice], rows: int, page_tokens: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The contents of ``StepTensors``, for this many rows; parts of a table that no row reads are 0."""
+    """Return ``heads`` and ``tables`` of ``StepTensors`` for this many rows. Table entries that no row reads are 0."""
     starts = np.array([part.start for part in slices])
     pages = starts // page_tokens + 1
     tables = np.zeros((len(slices[0].tables), rows, int(pages.max())), np.int64)
@@ -80,7 +87,7 @@ def laid_out(
 
 
 class StepBatch(Batch):
-    """A batch of the first ``rows`` of ``tensors``, with their contents at the time of the run."""
+    """A batch over the first ``rows`` rows of ``tensors``. Each run reads what the tensors contain at that time."""
 
     def __init__(self, arenas: Arenas, kernel: PageKernel, tensors: StepTensors, rows: int) -> None:
         self.arenas, self.layout = arenas, arenas.groups[0].layout
@@ -89,16 +96,16 @@ class StepBatch(Batch):
         self.steps, self.chunks, self.slices = None, [], []
         self.tokens, self.positions = tensors.heads[0, None, :rows], tensors.heads[1, None, :rows]
         self._slots, self._frames = tensors.heads[2, :rows], tensors.heads[3:, :rows]
-        each = torch.arange(rows, device=arenas.device)
-        self.last = each
+        row_numbers = torch.arange(rows, device=arenas.device)
+        self.last = row_numbers
         pages = tensors.tables.shape[2]
         self.readings = [
             BatchReading(
                 SliceTable(
-                    row=each,
+                    row=row_numbers,
                     start=tensors.heads[1, :rows],
-                    count=torch.ones_like(each),
-                    first=each * pages,
+                    count=torch.ones_like(row_numbers),
+                    first=row_numbers * pages,
                     frames=frames.view(-1),
                     stop_max=pages * self.layout.page_tokens,
                     steps=True,
@@ -111,15 +118,15 @@ class StepBatch(Batch):
 
 
 class StepGraphs:
-    """Graphs for the steps of an engine. Several threads may replay; one does at a time.
+    """The graphs of one engine. Several threads may call ``replay``; a lock runs one replay at a time.
 
     Args:
-        forward: runs a batch, to be recorded.
+        forward: runs a batch; its calls to the device are recorded.
         kernel: the kernel with which the forward reads pages.
-        rows_max: most sequences of a step.
-        pages_max: most pages of one of them.
-        frames: one unused frame of each cache group: recording writes there.
-        record: makes a call that repeats on the device what another call does, with the same tensors.
+        rows_max: the most sequences in a step.
+        pages_max: the most pages of one sequence.
+        frames: one unused frame of each cache group. Recording writes KV into them.
+        record: runs a function, and returns a function that repeats its work on the device with the same tensors.
     """
 
     def __init__(
@@ -140,41 +147,44 @@ class StepGraphs:
             self._tensors.heads[3 + group] = self._tensors.tables[group] = frame
         self._lock = threading.Lock()
         self._graphs: dict[int, Run] = {}
-        for rows in reversed(self._sizes):  # the largest first: the others fit in its memory
+        for rows in reversed(self._sizes):  # the largest first: smaller graphs reuse its memory
             batch = StepBatch(arenas, kernel, self._tensors, rows)
             self._graphs[rows] = record(lambda batch=batch: forward(batch))  # type: ignore[misc]
 
     def rows(self, batch: Batch) -> int | None:
-        """See ``step_rows``."""
+        """Return the number of rows of the graph that fits this batch; None if the batch must run without a graph."""
         return step_rows(batch, self._sizes, self._pages_max)
 
     def replay(self, batch: Batch, rows: int) -> torch.Tensor:
-        """The result of ``forward(batch)``, by the graph with this many rows."""
+        """Return what ``forward(batch)`` would return, computed by the graph that has ``rows`` rows."""
         with self._lock:
             self._tensors.fill(batch.slices, rows, self._arenas.groups[0].layout.page_tokens)
             return self._graphs[rows]()[: len(batch.slices)].clone()
 
 
 def cuda_recorder(device: torch.device) -> Callable[[Run], Run]:
-    """Records CUDA graphs that share their memory, in a stream of their own: PyTorch's default stream for that belongs
-    to the first device recorded on. ``record`` raises RuntimeError: it cannot be recorded."""
+    """Return a ``record`` function for ``StepGraphs`` that makes CUDA graphs. All its graphs share their memory.
+
+    The function records in a stream of its own, because PyTorch's default stream for recording belongs to the first
+    device that anything was recorded on. It raises RuntimeError if the forward cannot be recorded.
+    """
     pool: Any = None
-    aside = torch.cuda.Stream(device)
+    recording_stream = torch.cuda.Stream(device)
 
     def record(run: Run) -> Run:
         nonlocal pool
-        here = torch.cuda.current_stream(device)
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            run()  # objects made on first use are made here, and not recorded
-            with _waiting_for_nothing():
+        current_stream = torch.cuda.current_stream(device)
+        recording_stream.wait_stream(current_stream)
+        with torch.cuda.stream(recording_stream):
+            run()  # the first run creates objects that must not be part of the recording
+            with _refuse_device_waits():
                 run()
-        here.wait_stream(aside)
+        current_stream.wait_stream(recording_stream)
         graph = torch.cuda.CUDAGraph()
-        # The outer one returns to this stream also when recording fails; the inner one does not.
+        # If recording fails, `graph` does not restore the current stream; the outer `stream` does.
         with (
-            torch.cuda.stream(here),
-            torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"),
+            torch.cuda.stream(current_stream),
+            torch.cuda.graph(graph, pool=pool, stream=recording_stream, capture_error_mode="thread_local"),
         ):
             out = run()
         pool = graph.pool()
@@ -189,9 +199,12 @@ def cuda_recorder(device: torch.device) -> Callable[[Run], Run]:
 
 
 @contextmanager
-def _waiting_for_nothing() -> Iterator[None]:
-    """Inside, calls that wait for the device raise RuntimeError. A recording that fails because of one leaves PyTorch's
-    allocator and its random numbers in recording state, so it must not be begun."""
+def _refuse_device_waits() -> Iterator[None]:
+    """Make calls that wait for the device raise RuntimeError inside this context.
+
+    Such a call would make a recording fail, and a failed recording leaves PyTorch's allocator and random number
+    generator in recording state. So a trial run in this context comes before each recording.
+    """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

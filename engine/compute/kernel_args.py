@@ -1,9 +1,10 @@
-"""Tiles: how a batch is described to a kernel of a device, and how a layer attends.
+"""The arguments of a device's attention kernel: the slices of a batch, their tiles, and the terms of a layer.
 
-A tile is up to ``tokens`` consecutive tokens of one slice: what one program of a kernel computes for some heads. A step
-of decoding has one tile per sequence, a chunk has many.
+A tile is a run of consecutive tokens of one slice, at most ``tokens`` long. One program of a kernel computes one tile
+for some heads. In a decoding step each sequence has one tile; a chunk has many.
 
-Example: slices of 1 and 5 tokens, tiles of 4: tiles (0, 0), (1, 0) and (1, 4), as (slice, first token).
+Example: two slices of 1 and 5 tokens, and tiles of 4 tokens. The tiles, as (slice, first token), are (0, 0), (1, 0) and
+(1, 4).
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import torch
 
 @dataclass(frozen=True)
 class Terms:
-    """How a layer attends. ``window`` 0: to all tokens before. ``sinks``: ``[heads]``."""
+    """The constants of one layer's attention.
+
+    Attributes:
+        window: how many tokens a token sees, itself included; 0: all tokens before it.
+        softcap: the bound of the scores; 0: no bound.
+        sinks: one logit per head, ``[heads]``.
+    """
 
     scaling: float
     window: int = 0
@@ -29,16 +36,17 @@ class Terms:
 
 @dataclass(frozen=True, eq=False)
 class SliceTable:
-    """The slices of a batch, on its device. All int64 ``[slices]`` but for ``frames``.
+    """The slices of a batch, on its device. Tensors are int64 ``[slices]``, except ``frames``.
 
     Attributes:
-        row: where the slice's tokens begin in the input.
-        start, count: tokens before it, and of it.
-        first: where its page table begins in ``frames``.
-        frames: page tables, end to end.
-        stop_max: the most tokens that one of the slices attends to.
-        steps: whether each is one token.
-        slices: how many there are.
+        row: the row of the input in which the slice begins.
+        start: the number of tokens of the sequence before the slice.
+        count: the number of tokens in the slice.
+        first: the index in ``frames`` at which the slice's page table begins.
+        frames: int64: the page tables of all slices, end to end.
+        stop_max: the most tokens that any slice attends to.
+        steps: True if every slice is one token.
+        slices: the number of slices.
     """
 
     row: torch.Tensor
@@ -53,17 +61,22 @@ class SliceTable:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The tiles of a batch, on its device: int64 ``[tiles]``, the slice of each, and its first token in there."""
+    """The tiles of a batch, on its device.
+
+    Attributes:
+        slice: int64 ``[tiles]``: the number of the tile's slice.
+        token: int64 ``[tiles]``: the tile's first token, counted from the start of its slice.
+    """
 
     slice: torch.Tensor
     token: torch.Tensor
 
 
 class PageKernel(Protocol):
-    """Attention over pages in place, for one kind of device. Threads may share it.
+    """A kernel that reads pages in place, for one kind of device. Several threads may use it at once.
 
     Attributes:
-        name: as status shows it.
+        name: the name that ``status`` shows.
     """
 
     name: str
@@ -77,18 +90,26 @@ class PageKernel(Protocol):
         v_dim: int,
         v_at: int,
     ) -> torch.Tensor:
-        """``[T, heads, v_dim]``: every token of the batch attends to those of its sequence up to itself.
+        """Attend from each token of the batch to all tokens of its sequence up to itself.
 
         Args:
-            pages: of one layer, ``[frames, kv_heads, page_tokens, content]``; the last two dimensions are contiguous.
-            query: ``[T, heads, dim]``; the first ``dim`` elements of a content are K.
-            v_dim, v_at: of a head of V, and where it begins in a content.
+            pages: one layer, ``[frames, kv_heads, page_tokens, content]``. The last two dimensions are contiguous.
+            query: ``[T, heads, dim]``. The first ``dim`` elements of a token's content are K.
+            v_dim: the number of elements of V.
+            v_at: the element of a token's content at which V begins.
+
+        Returns:
+            ``[T, heads, v_dim]``
         """
         ...
 
 
 class BatchReading:
-    """What one forward reads: the table of its slices, and their tiles, computed once for all layers."""
+    """The slices and tiles of one forward. They are computed once and used by all layers.
+
+    Args:
+        counts: the number of tokens in each slice, as in ``table`` but on the host.
+    """
 
     def __init__(self, table: SliceTable, counts: npt.NDArray[np.int64]) -> None:
         self.table = table
@@ -96,30 +117,30 @@ class BatchReading:
         self._tiles: dict[int, Tiles] = {}
 
     def tiles(self, tokens: int) -> Tiles:
-        """The batch in tiles of this many tokens."""
+        """Return the tiles of the batch, of at most ``tokens`` tokens each."""
         if tokens not in self._tiles:
-            slices, first = tiled(self._counts, tokens)
+            slices, first_tokens = tile_slices(self._counts, tokens)
             device = self.table.row.device
-            self._tiles[tokens] = Tiles(torch.from_numpy(slices).to(device), torch.from_numpy(first).to(device))
+            self._tiles[tokens] = Tiles(torch.from_numpy(slices).to(device), torch.from_numpy(first_tokens).to(device))
         return self._tiles[tokens]
 
 
 def reading_of(
     frames: Sequence[torch.Tensor], starts: Sequence[int], counts: Sequence[int], page_tokens: int, device: torch.device
 ) -> BatchReading:
-    """The table of slices ``[start, start + count)`` with these page tables."""
+    """Return the reading of slices ``[start, start + count)``. ``frames`` has the page table of each slice."""
     start, count = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     stop = start + count
     pages = -(-stop // page_tokens)
     rows = np.stack((np.cumsum(count) - count, start, count, np.cumsum(pages) - pages))
-    row, start_, count_, first = torch.from_numpy(rows).to(device)
-    table = torch.cat([part[:n] for part, n in zip(frames, pages.tolist(), strict=True)]).to(device)
+    tables = torch.cat([table[:n] for table, n in zip(frames, pages.tolist(), strict=True)]).to(device)
     steps = bool((count == 1).all())
-    return BatchReading(SliceTable(row, start_, count_, first, table, int(stop.max()), steps, len(count)), count)
+    columns = torch.from_numpy(rows).to(device)  # row, start, count, first
+    return BatchReading(SliceTable(*columns, tables, int(stop.max()), steps, len(count)), count)
 
 
-def tiled(counts: npt.NDArray[np.int64], tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The slice of each tile, and its first token there. See the module's example."""
+def tile_slices(counts: npt.NDArray[np.int64], tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the slice of each tile and the tile's first token in that slice. The module's docstring has an example."""
     tiles = -(-counts // tokens)
     slices = np.repeat(np.arange(len(counts)), tiles)
     return slices, (np.arange(len(slices)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens

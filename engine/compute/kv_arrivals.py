@@ -1,4 +1,4 @@
-"""Arrivals: how much KV of one sequence has arrived, as other threads bring it, and how a forward waits for it."""
+"""The progress of KV that other threads bring for a sequence, and the way in which a forward waits for that KV."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from kvstore.errors import KVStoreError
 
 
 class Arrivals:
-    """How many tokens of each layer are in the frames, while another thread brings them.
+    """The number of tokens of each layer whose KV is in the frames, while another thread brings more.
 
-    Life: made -> ``reached`` for each piece -> complete, or ``failed`` with the reason; both wake waiting threads.
+    Life: created -> ``reached`` for each piece -> complete, or ``fail`` with the reason. Every change wakes the threads
+    in ``wait``.
+
+    Attributes:
+        failure: the reason why no more KV comes; None if there is none.
+        late: True if a step waited for this KV without success.
+        layer_s: the smoothed time in which one layer arrives, in seconds; 0 if unknown.
     """
 
     def __init__(self, layers: int) -> None:
@@ -22,13 +28,15 @@ class Arrivals:
         self._gates: list[Callable[[], None] | None] = [None] * layers
         self._changed = threading.Condition()
         self.failure: KVStoreError | None = None
-        self.late = False  # a step waited for it without success
-        self.layer_s = 0.0  # how long a layer takes to arrive, smoothed; 0: unknown
-        self._last_s = 0.0
+        self.late = False
+        self.layer_s = 0.0
+        self._last_s = 0.0  # when the last piece arrived
 
     def reached(self, layer: int, tokens: int, gate: Callable[[], None] | None = None) -> None:
-        """Record that the first ``tokens`` tokens of ``layer`` are there, for what is computed behind ``gate``: see
-        ``Staging.arrival_gate``."""
+        """Record that the first ``tokens`` tokens of ``layer`` are in the frames.
+
+        Computations may read them after a call of ``gate``, see ``Staging.arrival_gate``.
+        """
         now = time.monotonic()
         with self._changed:
             self._gates[layer] = gate
@@ -40,65 +48,68 @@ class Arrivals:
             self._changed.notify_all()
 
     def all_reached(self, tokens: int) -> None:
-        """Record that the first ``tokens`` tokens of all layers are there, which came together."""
+        """Record that the first ``tokens`` tokens of all layers are in the frames. They arrived together."""
         with self._changed:
-            self._tokens = [max(tokens, there) for there in self._tokens]
+            self._tokens = [max(tokens, arrived) for arrived in self._tokens]
             self._changed.notify_all()
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Record that this many tokens of each layer are there, or not needed."""
+        """Record, for each layer, the number of leading tokens that are already in the frames or are not needed."""
         with self._changed:
-            self._tokens = [max(each) for each in zip(tokens, self._tokens, strict=True)]
+            self._tokens = [max(pair) for pair in zip(tokens, self._tokens, strict=True)]
             self._changed.notify_all()
 
     def fail(self, error: KVStoreError) -> None:
-        """Record that no more will come."""
+        """Record that no more KV comes. The first error is kept."""
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()
 
     def tokens(self, layer: int) -> int:
-        """The tokens of that layer that are there."""
+        """Return the number of leading tokens of ``layer`` that are in the frames."""
         return self._tokens[layer]
 
     def pass_gate(self, layer: int) -> None:
-        """Make later computations wait for what has reached ``layer``. Returns at once."""
+        """Make later computations on the device wait for the KV that has reached ``layer``. Returns at once."""
         gate = self._gates[layer]
         if gate is not None:
             gate()
 
     def tokens_min(self) -> int:
-        """The number of tokens that are there in every layer."""
+        """Return the number of leading tokens that are in the frames in every layer."""
         return min(self._tokens)
 
     def layers_with(self, tokens: int) -> int:
-        """The number of leading layers that have this many tokens."""
-        return next((i for i, there in enumerate(self._tokens) if there < tokens), len(self._tokens))
+        """Return the number of leading layers of which at least ``tokens`` tokens are in the frames."""
+        return next((i for i, arrived in enumerate(self._tokens) if arrived < tokens), len(self._tokens))
 
     def so_far(self, tokens: int) -> Arriving:
-        """The state that decides the next step, for a prompt of ``tokens`` tokens."""
+        """Return the progress for a prompt of ``tokens`` tokens, as the decision about the next step needs it."""
         return Arriving(self.layers_with(tokens), self.layer_s, self.late)
 
     def wait(self, layer: int, tokens: int, deadline_s: float) -> bool:
-        """Wait until this many are there, at most until ``deadline_s`` of ``time.monotonic``; returns whether they
-        are.
+        """Wait until ``tokens`` tokens of ``layer`` are in the frames.
+
+        Returns False at ``deadline_s`` (of ``time.monotonic``), or once no more KV comes.
         """
         with self._changed:
             while self._tokens[layer] < tokens:
-                left_s = deadline_s - time.monotonic()
-                if self.failure is not None or left_s <= 0:
+                remaining_s = deadline_s - time.monotonic()
+                if self.failure is not None or remaining_s <= 0:
                     return False
-                self._changed.wait(left_s)
+                self._changed.wait(remaining_s)
             return True
 
 
 @dataclass
 class Waits:
-    """How one forward waits for layers: with a bounded total, and no sequence is waited for twice.
+    """The waiting of one forward for KV. Its total time is bounded. A sequence that was late once is not awaited again.
 
     Attributes:
-        awaited: arrivals and tokens, by the number of a sequence.
-        missed: numbers of sequences whose KV did not come in time.
+        awaited: by the number of a sequence, its arrivals and the number of tokens that must arrive.
+        budget_s: the longest time that the forward may wait in total.
+        missed: the numbers of the sequences whose KV did not arrive in time.
+        waited_s: how long the forward has waited so far.
     """
 
     awaited: dict[int, tuple[Arrivals, int]]
@@ -107,7 +118,7 @@ class Waits:
     waited_s: float = 0.0
 
     def before(self, layer: int) -> None:
-        """Called before the layer's KV is read."""
+        """Wait for the KV of ``layer``. The forward calls this before attention reads the layer."""
         for number, (arrivals, tokens) in self.awaited.items():
             if number not in self.missed and arrivals.tokens(layer) < tokens:
                 start = time.monotonic()

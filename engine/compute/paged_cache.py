@@ -1,10 +1,15 @@
-"""Batch: one packed forward over sequences whose KV is in frames of an arena, and the cache that puts it there.
+"""The batch of one forward, over sequences whose KV is in frames of an arena, and the cache that writes new KV there.
 
-Every sequence is a page table (its frames, in order), one per cache group of the model. A forward takes a slice of
-tokens of each: one token of those that decode, a chunk of those that prefill, all end to end in one ``[1, T]`` input
-with explicit position ids. Each layer then, in this order: ``before(layer)``, the new K and V go into the frames,
-``after(layer)``, attention reads frames. ``start`` of a slice is logical: the KV before it may arrive as late as in
-``before(layer)``.
+A sequence has one page table per cache group of the model: its frames, in order. A forward computes one slice of each
+sequence in the batch: a single token if the sequence decodes, a chunk of tokens if it prefills. The slices are packed
+end to end into one ``[1, T]`` input with explicit position ids.
+
+Each layer does four things in this order:
+
+1. It calls ``before(layer)``. KV of earlier tokens may still be arriving until this call returns.
+2. It writes the K and V of the new tokens into the frames.
+3. It calls ``after(layer)``.
+4. Attention reads the frames.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from engine.compute.kernel_args import BatchReading, reading_of
-from engine.compute.kernels import chosen
+from engine.compute.kernels import kernel_for
 from engine.memory.arena import Arena, Arenas, runs
 
 __all__ = ["Arena", "Arenas", "Batch", "PagedCache", "Slice", "runs"]
@@ -30,12 +35,13 @@ LayerHook = Callable[[int], None]
 
 @dataclass
 class Slice:
-    """Part of one sequence in one forward: tokens ``[start, start + count)``.
+    """The part of one sequence that a forward computes: tokens ``[start, start + count)``.
 
     Attributes:
-        frames: its page table, int64 ``[>= ceil((start + count) / page_tokens)]``; ``[groups, pages]`` where the
-            model has several cache groups.
-        start: tokens before; their KV is there, or will be when ``before(layer)`` returns.
+        frames: the sequence's page table, int64 ``[pages]`` with ``pages >= ceil((start + count) / page_tokens)``, or
+            ``[groups, pages]`` if the model has several cache groups.
+        start: the number of tokens before the slice. Their KV is in the frames at the latest when ``before(layer)``
+            returns.
         tokens: integers ``[count]``, at least one.
     """
 
@@ -45,71 +51,71 @@ class Slice:
 
     @property
     def tables(self) -> torch.Tensor:
-        """``[groups, pages]``."""
+        """The page tables, ``[groups, pages]``."""
         return self.frames.view(-1, self.frames.shape[-1])
 
     @property
     def count(self) -> int:
-        """Tokens of this slice."""
+        """The number of tokens in the slice."""
         return len(self.tokens)
 
     @property
     def stop(self) -> int:
-        """Tokens of the sequence after this slice."""
+        """The number of tokens of the sequence up to the end of the slice."""
         return self.start + self.count
 
 
 class Steps:
-    """Slices of one token each, in the form that the kernel needs: computed once per forward, not per layer.
+    """The slices of one token, as the CPU's kernel reads them. They are computed once per forward, not per layer.
 
     Attributes:
-        index: int64 ``[n]``, where their tokens are in the input; None if they are the whole input, in order.
+        index: int64 ``[n]``: the rows of the slices' tokens in the input; None if the input has no other tokens.
         count: ``n``.
-        tables: per group their page tables, int64, end to end; ``first[i]`` is where the one of ``i`` starts.
-        high: int64 ``[n]``: the tokens of each sequence, this one included; ``tokens``: their sum.
+        tables: int64 ``[groups, pages]``: in each group, the page tables of all slices, end to end.
+        first: int64 ``[n]``: the index in ``tables`` at which the slice's page table begins.
+        high: int64 ``[n]``: the number of tokens of each sequence, including the slice's token.
+        tokens: the sum of ``high``.
     """
 
     def __init__(
         self,
         arenas: Arenas,
         slices: Sequence[Slice],
-        chosen: npt.NDArray[np.intp],
+        numbers: npt.NDArray[np.intp],  # of the slices of one token
         last: npt.NDArray[np.int64],
     ) -> None:
-        self.count = len(chosen)
-        self.index = None if self.count == len(slices) else torch.from_numpy(last[chosen])
-        stops = [slices[i].stop for i in chosen]
+        self.count = len(numbers)
+        self.index = None if self.count == len(slices) else torch.from_numpy(last[numbers])
+        stops = [slices[i].stop for i in numbers]
         self.high, self.tokens = torch.tensor(stops), sum(stops)
         pages = -(-self.high // arenas.groups[0].layout.page_tokens)
         self.first = torch.cumsum(pages, 0) - pages
-        self.tables = torch.cat([slices[i].tables[:, :n] for i, n in zip(chosen, pages.tolist(), strict=True)], dim=1)
+        self.tables = torch.cat([slices[i].tables[:, :n] for i, n in zip(numbers, pages.tolist(), strict=True)], dim=1)
         assert self.tables.dtype == torch.int64, self.tables.dtype
         for table, arena in zip(self.tables, arenas.groups, strict=True):
-            assert table.min() >= 0 and table.max() < arena.frames_total, "a page table names no frame"
+            assert table.min() >= 0 and table.max() < arena.frames_total, "a page table has a number without a frame"
         self._low: dict[int, torch.Tensor] = {}
 
     def low(self, window: int) -> torch.Tensor:
-        """int64 ``[n]``: the first token that each of them sees; a ``window`` of 0 shows everything."""
+        """Return int64 ``[n]``: the first token that each slice sees. A ``window`` of 0 means all tokens."""
         if window not in self._low:
             self._low[window] = (self.high - window).clamp(min=0) if window else torch.zeros_like(self.high)
         return self._low[window]
 
 
 class Batch:
-    """One forward: everything that all its layers need, computed once. Used for one forward.
+    """The input of one forward. What all layers need is computed once. A batch is used for one forward only.
 
     Args:
-        before: called once per layer, before older KV of that layer is read.
+        before: called once per layer, before attention reads older KV of that layer.
         after: called once per layer, when the KV of all new tokens of that layer is in the arena.
 
     Attributes:
-        tokens, positions: int64 ``[1, T]``, all slices end to end.
-        last: int64 ``[len(slices)]``, where the last token of each slice is.
-        steps: the slices of one token, None if there are none, or if they are read like chunks.
-        chunks: all other slices, and where each starts in the input.
-        layout: of the first cache group; the others' differ in layers, and in what else a forward does not read.
-        kernel: of a device with one, by which all slices are read as ``readings`` say, one per group; ``steps`` and
-            ``chunks`` are empty then.
+        layout: the layout of the first cache group. The layouts of other groups differ only in their layers and in
+            fields that a forward does not read.
+        kernel: the device's kernel. It reads all slices, by ``readings``; None if there is no kernel.
+        steps: without a kernel on a CPU, the slices of one token. None if there are none, and in all other cases.
+        chunks: without a kernel, all other slices, each with the row of the input in which it begins.
     """
 
     def __init__(
@@ -133,61 +139,61 @@ class Batch:
         ends = np.cumsum(self._counts)
         firsts: list[int] = (ends - self._counts).tolist()
         self._ends, self._firsts = ends, firsts
-        self.kernel = chosen(layout, arenas.device).kernel
+        self.kernel = kernel_for(layout, arenas.device).kernel
         self.steps: Steps | None = None
         self.chunks: list[tuple[int, Slice]] = []
         if self.kernel is None:
-            single = self._counts == 1 if arenas.device.type == "cpu" else np.zeros(len(slices), np.bool_)
-            if single.any():
-                self.steps = Steps(arenas, slices, np.flatnonzero(single), ends - 1)
-            self.chunks = [(firsts[i], slices[i]) for i in np.flatnonzero(~single).tolist()]
+            is_step = self._counts == 1 if arenas.device.type == "cpu" else np.zeros(len(slices), np.bool_)
+            if is_step.any():
+                self.steps = Steps(arenas, slices, np.flatnonzero(is_step), ends - 1)
+            self.chunks = [(firsts[i], slices[i]) for i in np.flatnonzero(~is_step).tolist()]
 
-    # Tensors go to the device when first used: a replayed step needs none of them.
+    # Tensors are copied to the device on first use: a step that a graph replays needs none of them.
 
     @cached_property
     def tokens(self) -> torch.Tensor:
-        """All tokens; see the class."""
+        """The tokens of all slices, int64 ``[1, T]``."""
         parts = [torch.as_tensor(np.asarray(part.tokens, np.int64)) for part in self.slices]
         return torch.cat(parts)[None].to(self.arenas.device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """Their positions; see the class."""
-        return torch.from_numpy(self._places)[None].to(self.arenas.device)
+        """The positions of all tokens in their sequences, int64 ``[1, T]``."""
+        return torch.from_numpy(self._positions)[None].to(self.arenas.device)
 
     @cached_property
     def last(self) -> torch.Tensor:
-        """Places of the last tokens; see the class."""
+        """The row of each slice's last token in the input, int64 ``[slices]``."""
         return torch.from_numpy(self._ends - 1).to(self.arenas.device)
 
     @cached_property
     def readings(self) -> list[BatchReading]:
-        """How the kernel reads all slices; see the class."""
+        """The slices as the device's kernel reads them, for each cache group."""
         starts, counts, device = [part.start for part in self.slices], self._counts.tolist(), self.arenas.device
         tables = zip(*(part.tables for part in self.slices), strict=True)
-        return [reading_of(each, starts, counts, self.layout.page_tokens, device) for each in tables]
+        return [reading_of(group, starts, counts, self.layout.page_tokens, device) for group in tables]
 
     @cached_property
-    def _places(self) -> npt.NDArray[np.int64]:
+    def _positions(self) -> npt.NDArray[np.int64]:
         return np.concatenate([np.arange(part.start, part.stop) for part in self.slices])
 
     @cached_property
     def _frames(self) -> torch.Tensor:
-        pages = torch.from_numpy(self._places // self.layout.page_tokens)
+        pages = torch.from_numpy(self._positions // self.layout.page_tokens)
         rows = zip(self._firsts, self.slices, strict=True)
         return torch.cat([part.tables[:, pages[a : a + part.count]] for a, part in rows], dim=1).to(self.arenas.device)
 
     @cached_property
     def _slots(self) -> torch.Tensor:
-        return torch.from_numpy(self._places % self.layout.page_tokens).to(self.arenas.device)
+        return torch.from_numpy(self._positions % self.layout.page_tokens).to(self.arenas.device)
 
     def write(self, layer: int, content: torch.Tensor) -> None:
-        """Put ``content [T, kv_heads, content]`` of all new tokens into the frames."""
-        group, number = self.arenas.places[layer]
-        self.arenas.groups[group].pages[:, number][self._frames[group], :, self._slots] = content
+        """Write the KV of all new tokens, ``[T, kv_heads, content]``, into the frames."""
+        group, layer_in_group = self.arenas.places[layer]
+        self.arenas.groups[group].pages[:, layer_in_group][self._frames[group], :, self._slots] = content
 
     def context(self, layer: int, part: Slice, start: int = 0) -> torch.Tensor:
-        """``[kv_heads, stop - start, content]``: a copy of the KV of tokens from ``start`` to the end of a slice."""
+        """Copy the KV of tokens from ``start`` to the end of a slice: ``[kv_heads, stop - start, content]``."""
         group, pages = self.arenas.places[layer][0], self.arenas.layer_pages(layer)
         shape = self.layout.shape
         page = start // shape[2]
@@ -199,7 +205,7 @@ class Batch:
 
 
 class PagedCache(Cache):
-    """The object that transformers takes for a cache during the forward of one batch. Holds nothing itself."""
+    """The cache that transformers uses during the forward of one batch. It writes to the arena and stores nothing."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(layers=[])
@@ -208,11 +214,12 @@ class PagedCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put the new K and V ``[1, kv_heads, T, dim]`` of a layer into the frames, and call the hooks.
+        """Call the hooks of the batch, and write the new K and V ``[1, kv_heads, T, dim]`` of a layer into the frames.
 
         Returns:
-            Both unchanged; attention reads frames. For MLA, where the model expands them for attention: latent and rope
-                key of the whole context of every chunk, end to end; without chunks those of one token, unread.
+            K and V unchanged, because attention reads the frames. With MLA the model expands the result for attention,
+                so it is the latent and the rope key of the whole context of every chunk, end to end. If there are no
+                chunks, it is that of one token, which attention does not read.
         """
         batch = self._batch
         if batch.before is not None:
@@ -229,5 +236,5 @@ class PagedCache(Cache):
         return context[..., :k_dim], context[..., k_dim:]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: the model is given positions, so it need not count."""
+        """Return 0. The model receives explicit positions, so it does not use the length."""
         return 0

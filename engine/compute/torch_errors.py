@@ -1,4 +1,4 @@
-"""Translates torch's errors for a lost device, or one without memory, to errors of the store."""
+"""Translation of torch's errors into the store's: a lost device, a lack of memory, a failed operation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ log = logging.getLogger("kvstore.engine")
 
 
 @contextmanager
-def translated(device: torch.device) -> Iterator[None]:
-    """Compute on ``device`` (kernels and graphs go to the thread's own device). Errors of the accelerator become
-    DeviceLost: after one, nothing on it can be trusted, or works at all."""
+def computing_on(device: torch.device) -> Iterator[None]:
+    """Make ``device`` the thread's current device, to which kernels and graphs are sent.
+
+    An error of the accelerator is raised as DeviceLost: after such an error the device's data cannot be trusted, and
+    usually no operation works.
+    """
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             yield
@@ -28,12 +31,14 @@ def translated(device: torch.device) -> Iterator[None]:
 
 
 class StepFault:
-    """Catches errors of one step (lack of memory, an error of a library), which end only the requests of that step.
-    Errors of the whole engine (a lost device, an internal error) are raised as usual.
+    """A context that catches the errors of one step: a lack of memory, or an error of a library.
+
+    Such an error ends only the requests of that step. Errors that end the whole engine (a lost device, an internal
+    error) are raised as usual.
 
     Attributes:
-        error: the error for those requests; None if nothing was raised. It holds no reference to computed data, since
-            clients keep it and the memory is needed.
+        error: the error for the requests of the step; None if the step succeeded. It has no reference to tensors,
+            because clients may keep it while the memory is needed.
     """
 
     def __init__(self) -> None:
@@ -52,11 +57,11 @@ class StepFault:
                 self.error = error.with_traceback(None)
                 self.error.__cause__ = self.error.__context__ = None
             case MemoryError() | RuntimeError():
-                says = " ".join(str(error).split())[:300] or "out of memory"
-                short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in says
-                self.error = (OutOfSpace if short else Unavailable)(f"this step could not be computed: {says}")
+                text = " ".join(str(error).split())[:300] or "out of memory"
+                out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text
+                self.error = (OutOfSpace if out_of_memory else Unavailable)(f"this step could not be computed: {text}")
             case _:
                 return False
-        # As text: a stored record would keep the frames of the forward pass alive, through its traceback.
-        log.error("a step failed, and its requests with it:\n%s", "".join(traceback.format_exception(error)).rstrip())
+        # Format the traceback here: a log record that refers to it would keep the tensors of the forward in memory.
+        log.error("a step failed; its requests fail with it:\n%s", "".join(traceback.format_exception(error)).rstrip())
         return True

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
-from engine.compute.kernels import chosen
+from engine.compute.kernels import kernel_for
 from engine.compute.models import Model
-from engine.compute.omp_threads import apart
+from engine.compute.omp_threads import run_in_own_thread
 from engine.compute.runner import runner_of
 from engine.compute.sampling import check
-from engine.compute.torch_errors import translated
+from engine.compute.torch_errors import computing_on
 from engine.config import EngineConfig
 from engine.memory.compression import codecs
 from engine.memory.device_staging import stagings_of
@@ -134,7 +134,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "device": str(model.device),
         "ended": str(state.stopped) if state.stopped is not None else "",
         "graphs": engine.graphs,
-        "attention": chosen(arena.layout, arena.device).line,
+        "attention": kernel_for(arena.layout, arena.device).line,
         "model_path": str(Path(config.model).resolve()) if Path(config.model).is_dir() else None,
         "layout": {
             "fingerprint": arena.layout.fingerprint.hex(),
@@ -247,7 +247,7 @@ class Engine:
             )
         )
         self._peers = Peers(connect)
-        self._runner = apart(partial(runner_of, model, self.arenas, config.batch_max))
+        self._runner = run_in_own_thread(partial(runner_of, model, self.arenas, config.batch_max))
         self.performer = EnginePerformer(
             config,
             model.geometry.vocab_size,
@@ -512,7 +512,7 @@ class Engine:
         If the device is lost, all requests fail, and the engine refuses new ones.
         """
         try:
-            with translated(self.arena.device):
+            with computing_on(self.arena.device):
                 return bool(action())
         except DeviceLost as error:
             log.error("no request can be served any more: %s", error)

@@ -48,7 +48,7 @@ def test_when_a_step_is_replayed_and_by_which_graph() -> None:
 def test_replayed_steps_are_those_of_a_forward(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     choice = kernels.KernelChoice(GatherKernel(), "plain")
     for module in (paged_cache, runner):
-        monkeypatch.setattr(module, "chosen", lambda layout, device: choice)
+        monkeypatch.setattr(module, "kernel_for", lambda layout, device: choice)
     model = load_model(name)
     arena = Arena(model.layout(16), 40, model.geometry.k_dim)
     mine = Runner(model, arena)
@@ -112,7 +112,7 @@ def test_replayed_steps_over_two_cache_groups_are_those_over_one(monkeypatch: py
     torch.testing.assert_close(run(arenas(), False), wanted, atol=1e-4, rtol=1e-4)
     choice = kernels.KernelChoice(GatherKernel(), "plain")
     for module in (paged_cache, runner):
-        monkeypatch.setattr(module, "chosen", lambda layout, device: choice)
+        monkeypatch.setattr(module, "kernel_for", lambda layout, device: choice)
     for record in (False, True):
         torch.testing.assert_close(run(arenas(), record), wanted, atol=1e-4, rtol=1e-4)
 
@@ -120,7 +120,7 @@ def test_replayed_steps_over_two_cache_groups_are_those_over_one(monkeypatch: py
 def test_a_model_that_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = kernels.KernelChoice(GatherKernel(), "plain")
     for module in (paged_cache, runner):
-        monkeypatch.setattr(module, "chosen", lambda layout, device: choice)
+        monkeypatch.setattr(module, "kernel_for", lambda layout, device: choice)
     model = load_model("tiny-llama")
     arena = Arena(model.layout(16), 4, model.geometry.k_dim)
     mine = Runner(model, arena)

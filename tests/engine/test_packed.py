@@ -18,7 +18,7 @@ from engine.compute.attention import SHARED_BYTES_MIN
 from engine.compute.kernel_args import Terms
 from engine.compute.kv_arrivals import Arrivals
 from engine.compute.models import load_model
-from engine.compute.omp_threads import apart
+from engine.compute.omp_threads import run_in_own_thread
 from engine.compute.packed_linear import ELEMENTS_MIN, PackedLinear, pack
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Runner, SideBatches
@@ -110,9 +110,9 @@ def test_a_side_batch_makes_no_team_that_would_slow_other_steps(two_threads):
     sides.stop()
 
 
-def test_what_is_done_apart_leaves_no_thread_and_raises_here():
+def test_run_in_own_thread_ends_its_thread_and_raises_errors_in_the_caller():
     seen: list[threading.Thread] = []
-    assert apart(lambda: seen.append(threading.current_thread()) or 7) == 7
+    assert run_in_own_thread(lambda: seen.append(threading.current_thread()) or 7) == 7
     assert not seen[0].is_alive() and seen[0] is not threading.current_thread()
     with pytest.raises(KeyError):
-        apart(lambda: {}["nothing"])
+        run_in_own_thread(lambda: {}["nothing"])

@@ -29,7 +29,7 @@ RUN = [name for name, preset in presets.PRESETS.items() if preset.pace is None]
 def use(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """Read pages by the kernel, on the host."""
     choice = kernels.KernelChoice(TritonKernel(cores), "triton")
-    monkeypatch.setattr(paged_cache, "chosen", lambda layout, device: choice)
+    monkeypatch.setattr(paged_cache, "kernel_for", lambda layout, device: choice)
 
 
 def mixed(tables: list[torch.Tensor], lengths: list[int], counts: list[int]) -> list[Slice]:
