@@ -29,20 +29,17 @@ def check(sampling: Sampling) -> None:
     Raises:
         InvalidRequest: a setting is invalid; its field is named like "sampling.top_p".
     """
+    count, temperature, top_p = sampling.max_tokens, sampling.temperature, sampling.top_p
+    seed, stop = sampling.seed, sampling.stop
+    _require(_is_integer(count) and count >= 1, "max_tokens", f"must be an integer, 1 or more (got {count!r})")
     _require(
-        _is_integer(sampling.max_tokens) and sampling.max_tokens >= 1, "max_tokens", "must be an integer, 1 or more"
-    )
-    _require(
-        _is_finite(sampling.temperature) and sampling.temperature >= 0,
+        _is_finite(temperature) and temperature >= 0,
         "temperature",
-        "must be a finite number, 0 or more",
+        f"must be a finite number, 0 or more (got {temperature!r})",
     )
-    _require(_is_finite(sampling.top_p) and 0 < sampling.top_p <= 1, "top_p", "must be above 0 and at most 1")
-    _require(
-        _is_integer(sampling.seed) and 0 <= sampling.seed <= SEED_MAX, "seed", f"must be an integer in 0..{SEED_MAX}"
-    )
-    stop = sampling.stop
-    _require(isinstance(stop, tuple | list), "stop", "must be a sequence of strings")
+    _require(_is_finite(top_p) and 0 < top_p <= 1, "top_p", f"must be above 0 and at most 1 (got {top_p!r})")
+    _require(_is_integer(seed) and 0 <= seed <= SEED_MAX, "seed", f"must be an integer in 0..{SEED_MAX} (got {seed!r})")
+    _require(isinstance(stop, tuple | list), "stop", f"must be a sequence of strings (got {type(stop).__name__})")
     _require(len(stop) <= STOP_STRINGS_MAX, "stop", f"must have at most {STOP_STRINGS_MAX} strings (got {len(stop)})")
     for text in stop:
         _require(isinstance(text, str) and text != "", "stop", "each must be a string of at least one character")
