@@ -1,22 +1,20 @@
-"""Attention of one token over the pages of its sequence, as machine code that is made for the shapes of one model.
+"""Attention of one token over the pages of its sequence, as machine code that is compiled for one model's shapes.
 
-On a CPU, decoding is bound by how fast KV is read. Attention over pages in tensor operations reads it at half the speed
-of one contiguous block: a call per page is too small to pay for itself, and a gather reads everything twice. So this
-module writes the loop itself, with LLVM's vectors, where pages cost nothing. numba reaches 0.72 to 0.91 of its speed
-(``docs/decisions/0018``).
+On a CPU, reading KV bounds the speed of decoding. Tensor operations read pages at half the speed of one contiguous
+block: one call per page has too much overhead, and a gather reads everything twice. So this module compiles the loop
+itself with LLVM, and pages then cost nothing. numba reaches 0.72 to 0.91 of its speed (``docs/decisions/0018``).
 
-For each sequence and KV head, the code visits blocks of tokens (``Shape.block``: what stays in the first-level cache)
-once. It computes the scores of all query heads of the group, their exponentials with a running maximum (online softmax;
-Milakov and Gimelshein, arXiv:1805.02867), and the sum of values. Sums are kept in registers, in tiles of ``_TOKENS``
-tokens or ``_DIMS`` vectors by ``_HEADS`` query heads. All numbers are float32, whatever the pages hold.
+The code takes each pair of sequence and KV head, and reads the tokens once, in blocks that fit in the first-level cache
+(``Shape.block``). For a block it computes the scores of all query heads of the group, the exponentials with a running
+maximum (online softmax; Milakov and Gimelshein, arXiv:1805.02867), and the weighted sum of values. Partial sums stay in
+registers, in tiles of ``_TOKENS`` tokens or ``_DIMS`` vectors by ``_HEADS`` query heads. All numbers are float32,
+whatever the dtype of the pages. Logits have base 2, because ``exp2`` needs no multiplication. If a block is not full,
+the logits of absent tokens are ``NEVER``, and their values are not read. Compiling a new shape takes 0.1 s.
 
-Logits are kept as powers of two, because ``exp2`` needs no multiplication. Absent tokens (the rest of a block) are
-``NEVER``, and their values are not read. The code for a shape is made when the shape is first met, in 0.1 s.
-
-``Emitter`` has the vectors, memory and loops that a kernel is written in, as LLVM's intermediate representation. Values
-are SSA values of one function, whose body ``b`` is being written. The body of a ``with`` around a loop is the loop's
-body, and so is that of a ``for`` over ``each`` and ``tiles``: it may be written several times, or written once and
-looped over. Whatever changes in a loop is a ``variable``, which LLVM keeps in a register.
+``Emitter`` writes a function in LLVM's intermediate representation: vectors, memory accesses and loops. ``b`` is the
+builder of the function's body, and all values are SSA values. The Python body of a ``with`` around a loop writes the
+body of that loop. The Python body of a ``for`` over ``each`` or ``tiles`` may run several times (an unrolled loop) or
+once (a real loop). A value that changes in a loop must be a ``variable``, which LLVM keeps in a register.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ from llvmlite import ir
 
 from engine.compute.omp_threads import torch_library
 
-LANES = 16  # of a vector; LLVM splits it if registers are shorter
-NEVER = -1e30  # the logit of an absent token: its exponential vanishes in any sum
+LANES = 16  # elements of a vector; LLVM splits it if registers are shorter
+NEVER = -1e30  # the logit of an absent token: its exponential adds nothing to a sum
 LOG2_E = math.log2(math.e)
-_UNROLL_MAX = 8  # passes of a loop that are written out
+_UNROLL_MAX = 8  # a loop of at most this many passes is unrolled
 _EXP_MIN = -126.0  # 2 to this is the smallest normal number
 # 2**r for r in [-0.5, 0.5], highest power first: relative error 2e-8 (Cephes, exp2f).
 _EXP2 = (
@@ -50,24 +48,26 @@ _EXP2 = (
     6.931472028550421e-1,
     1.0,
 )
-_TANH = (-17 / 315, 2 / 15, -1 / 3, 1.0)  # of x squared, times x: for small x, where the other form is imprecise
+# tanh(x) / x as a polynomial of x squared, highest power first. It is used for small x, where the other form is
+# imprecise.
+_TANH = (-17 / 315, 2 / 15, -1 / 3, 1.0)
 _TANH_SMALL = 0.2
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
 def integer(value: int) -> ir.Constant:
-    """A 64-bit integer constant."""
+    """Return a 64-bit integer constant."""
     return ir.Constant(I64, value)
 
 
 def real(value: float) -> ir.Constant:
-    """A float32."""
+    """Return a float32 constant."""
     return ir.Constant(F32, value)
 
 
 class Emitter:
-    """Writes the body of one new function of ``module``."""
+    """The writer of one function, in a new ``module``."""
 
     def __init__(self, name: str, arguments: dict[str, ir.Type]) -> None:
         self.module = ir.Module(name)
@@ -78,16 +78,16 @@ class Emitter:
         self.arg = dict(zip(arguments, function.args, strict=True))
 
     def end(self) -> None:
-        """Nothing follows."""
+        """Finish the function."""
         self.b.ret_void()
         ir.IRBuilder(self.entry).branch(self._body)
 
     # --- Vectors ---
 
     def exp2(self, x: ir.Value) -> ir.Value:
-        """2 to the ``x``, for ``x <= 0``."""
+        """Compute 2 to the power of ``x``, for ``x <= 0``."""
         b = self.b
-        x = self.more(x, self.splat(real(_EXP_MIN), LANES))
+        x = self.maximum(x, self.splat(real(_EXP_MIN), LANES))
         whole = self.call("llvm.rint", x)
         rest = b.fsub(x, whole)
         power = functools.reduce(lambda y, c: self.fma(y, rest, c), [self.splat(real(c), LANES) for c in _EXP2])
@@ -96,13 +96,13 @@ class Emitter:
         return b.bitcast(bits, x.type)
 
     def capped(self, x: ir.Value) -> ir.Value:
-        """``tanh(x / cap) * cap`` as a power of two; an absent token stays absent."""
+        """Compute ``tanh(x / cap) * cap`` in base 2. The logit of an absent token stays ``NEVER``."""
         b = self.b
         cap = self.splat(self.arg["softcap"], LANES)
         x = b.fdiv(x, cap)
         size = self.call("llvm.fabs", x)
         one = self.splat(real(1.0), LANES)
-        # From the absolute value, so that the exponent is never above 0: (1 - e**-2x) / (1 + e**-2x).
+        # tanh(x) = (1 - e**-2x) / (1 + e**-2x). With the absolute value of x, the exponent is never above 0.
         power = self.exp2(b.fmul(size, self.splat(real(-2 * LOG2_E), LANES)))
         large = b.fdiv(b.fsub(one, power), b.fadd(one, power))
         square = b.fmul(x, x)
@@ -117,7 +117,7 @@ class Emitter:
         return b.select(b.fcmp_ordered("<", b.fmul(x, cap), self.splat(real(NEVER / 2), LANES)), never, capped)
 
     def across(self, x: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-        """Reduce a vector to one number: its halves are joined until one is left."""
+        """Reduce a vector to one number, by joining its two halves until one element remains."""
         b = self.b
         while x.type.count > 1:
             half = x.type.count // 2
@@ -128,21 +128,21 @@ class Emitter:
             x = join(low, high)
         return b.extract_element(x, I32(0))
 
-    def more(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        """The elementwise maximum."""
+    def maximum(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """Compute the elementwise maximum."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
-    def least(self, *numbers: ir.Value) -> ir.Value:
-        """The minimum of some integers."""
+    def minimum(self, *numbers: ir.Value) -> ir.Value:
+        """Compute the minimum of some integers."""
         b = self.b
         return functools.reduce(lambda x, y: b.select(b.icmp_signed("<", x, y), x, y), numbers)
 
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-        """``x * y + z``, rounded once."""
+        """Compute ``x * y + z``, rounded once."""
         return self.call("llvm.fma", x, y, z)
 
     def call(self, name: str, *values: ir.Value) -> ir.Value:
-        """Call one of LLVM's own functions, on numbers or vectors."""
+        """Call the intrinsic ``name`` of LLVM on numbers or vectors."""
         kind = values[0].type
         suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
         name = f"{name}.{suffix}"
@@ -154,7 +154,7 @@ class Emitter:
     # --- Memory and loops ---
 
     def at(self, base: ir.Value, index: ir.Value) -> ir.Value:
-        """The address of element ``index``."""
+        """Return the address of element ``index``."""
         return self.b.gep(base, [index], inbounds=True)
 
     def load(self, where: ir.Value, lanes: int) -> ir.Value:
@@ -167,7 +167,7 @@ class Emitter:
         self.b.store(value, self.b.bitcast(where, value.type.as_pointer()), align=4)
 
     def load_as(self, dtype: str, where: ir.Value, lanes: int) -> ir.Value:
-        """Load a vector of elements of ``dtype``, as float32."""
+        """Load a vector of elements of ``dtype`` and convert it to float32."""
         b = self.b
         if dtype == "float32":
             return self.load(where, lanes)
@@ -179,7 +179,7 @@ class Emitter:
         return b.bitcast(b.shl(wide, ir.Constant(wide.type, [16] * lanes)), ir.VectorType(F32, lanes))
 
     def splat(self, value: ir.Value, lanes: int) -> ir.Value:
-        """A vector with all elements equal to one number."""
+        """Return a vector whose elements all equal ``value``."""
         kind = ir.VectorType(F32, lanes)
         if isinstance(value, ir.Constant):
             return ir.Constant(kind, [value.constant] * lanes)
@@ -187,14 +187,14 @@ class Emitter:
         return self.b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
 
     def array(self, count: int) -> ir.Value:
-        """Stack memory for this many float32, until the function returns."""
+        """Allocate memory for ``count`` float32 on the stack. It is freed when the function returns."""
         with self.b.goto_block(self.entry):
             array = self.b.alloca(F32, count)
             array.align = 64
             return array
 
     def variable(self, kind: ir.Type, value: ir.Value) -> ir.Value:
-        """A variable: ``load`` and ``store`` of ``b`` read and write it."""
+        """Make a variable with an initial value. Read and write it with ``load`` and ``store`` of ``b``."""
         with self.b.goto_block(self.entry):
             place = self.b.alloca(kind)
         self.b.store(value, place)
@@ -215,7 +215,7 @@ class Emitter:
 
     @contextmanager
     def loop(self, start: ir.Value, stop: ir.Value, step: int = 1) -> Iterator[ir.Value]:
-        """Loop over indices from ``start`` on, below ``stop``."""
+        """Loop over the indices ``start, start + step, ...`` below ``stop``."""
         at = self.variable(I64, start)
         with self.repeat(lambda: self.b.icmp_signed("<", self.b.load(at), stop)):
             index = self.b.load(at)
@@ -223,7 +223,7 @@ class Emitter:
             self.b.store(self.b.add(index, integer(step)), at)
 
     def each(self, count: int, step: int = 1) -> Iterator[ir.Value]:
-        """Indices ``0, step, ...`` below ``count``: unrolled if there are few, else a loop around the body."""
+        """Yield the indices ``0, step, ...`` below ``count``: as constants if they are few, else as a loop's index."""
         if count // step <= _UNROLL_MAX:
             yield from (integer(i) for i in range(0, count, step))
             return
@@ -231,7 +231,7 @@ class Emitter:
             yield index
 
     def tiles(self, count: int, width: int) -> Iterator[tuple[ir.Value, int]]:
-        """``(start, width)`` of tiles that cover ``count``: the body is written twice at most."""
+        """Yield ``(start, width)`` of tiles that cover ``count``: a loop of full tiles, then the rest."""
         whole = count - count % width
         if whole:
             with self.loop(integer(0), integer(whole), width) as index:
@@ -241,7 +241,7 @@ class Emitter:
 
 
 _TOKENS, _HEADS, _DIMS = 4, 4, 4  # tiles: 16 sums and their operands fit in 32 registers
-_BLOCK_BYTES = 32 << 10  # of a block of tokens: less than any first-level data cache
+_BLOCK_BYTES = 32 << 10  # of a block of tokens: fits in every first-level data cache
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ADDRESSES = ("pages", "layer", "frames", "first", "low", "high", "query", "sinks", "out")
 NO_SINK = NEVER
@@ -249,14 +249,16 @@ NO_SINK = NEVER
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape that the code is made for. In elements, unless noted otherwise.
+    """The shape that code is compiled for. Sizes and strides are in elements.
 
     Attributes:
-        group: query heads per KV head.
-        k_dim, v_dim: of a head; ``v_at`` is where V starts in the content of a token.
-        content: of a token and head in a page.
-        layer_stride, page_stride: between layers and pages.
-        softcap: whether logits are capped.
+        group: the number of query heads per KV head.
+        k_dim, v_dim: the size of a head's K and V.
+        v_at: the element of a token's content at which V begins.
+        content: the size of one token's content in one head.
+        layer_stride: the distance between two layers of a page.
+        page_stride: the distance between two pages.
+        softcap: True if logits are capped.
     """
 
     dtype: str
@@ -273,26 +275,30 @@ class Shape:
 
     @property
     def head_stride(self) -> int:
-        """Elements between two heads of a page."""
+        """The distance between two heads of a page, in elements."""
         return self.page_tokens * self.content
 
     @property
     def block(self) -> int:
-        """Tokens visited at a time, at least one vector of scores."""
+        """The number of tokens in a block: at least one vector of scores."""
         tokens = _BLOCK_BYTES // (self.content * _ELEMENT_BYTES[self.dtype]) // LANES * LANES
         return max(LANES, min(tokens, -(-self.page_tokens // LANES) * LANES))
 
 
 class KernelWork(ctypes.Structure):
-    """The arguments of the code.
+    """The arguments of the compiled code. All but ``next``, ``items``, ``layer`` and the floats are addresses.
 
     Attributes:
-        next, items: items are pairs of sequence and KV head. Each thread takes the next one: ``next`` begins with 0.
-        pages, layer: address of the arena, and the layer's number.
-        frames: address of int64 page tables, end to end; ``first``, of int64 per sequence: where its table starts.
-        low, high: of int64 per sequence: the tokens ``[low, high)`` that it attends to, at least one.
-        query: of float32 ``[sequences, kv_heads, group, k_dim]``; ``sinks``, of float32 ``[kv_heads, group]``.
-        out: of float32 ``[sequences, kv_heads, group, v_dim]``, which is written.
+        next: the number of the next item, 0 at first. Each thread takes items by incrementing it.
+        items: the number of items. An item is a pair of sequence and KV head.
+        pages: the arena.
+        layer: the number of the layer in the arena.
+        frames: int64: the page tables of all sequences, end to end.
+        first: int64 ``[sequences]``: the index in ``frames`` at which the sequence's table begins.
+        low, high: int64 ``[sequences]``: the sequence attends to tokens ``[low, high)``, at least one.
+        query: float32 ``[sequences, kv_heads, group, k_dim]``.
+        sinks: float32 ``[kv_heads, group]``.
+        out: float32 ``[sequences, kv_heads, group, v_dim]``, the result.
     """
 
     _fields_ = (
@@ -305,25 +311,30 @@ class KernelWork(ctypes.Structure):
 
 
 class HostKernel:
-    """The code for a shape. Threads may share it; it runs without the interpreter's lock."""
+    """The compiled code for a shape. Several threads may run it at once; it runs without the interpreter's lock."""
 
     def __init__(self, address: int) -> None:
         self._address = address
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+        self._run_in_one_thread = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def run(self, work: KernelWork, threads: int) -> None:
-        """Do all items with this many of the OpenMP threads that torch computes with. Those are awake between two
-        products; threads of our own would have to be woken, and would compete with them. If torch uses another library,
-        only the caller's thread computes."""
+        """Compute all items with ``threads`` of the OpenMP threads that torch uses.
+
+        These threads are awake between two products of torch. Other threads would have to be woken, and would compete
+        with them for the cores. If torch uses a library other than GNU OpenMP, only the caller's thread computes.
+        """
         if threads > 1 and (parallel := _parallel()) is not None:
             parallel(self._address, ctypes.addressof(work), threads, 0)
         else:
-            self._alone(ctypes.addressof(work))
+            self._run_in_one_thread(ctypes.addressof(work))
 
 
 @functools.cache
 def _parallel() -> Callable[[int, int, int, int], None] | None:
-    """Calls a function of one argument from this many threads at once, and returns when all have returned."""
+    """Return GNU OpenMP's function ``(function, argument, threads, flags)``; None if torch does not use that library.
+
+    It calls ``function(argument)`` in all threads at once, and returns when all calls have returned.
+    """
     function = getattr(torch_library(), "GOMP_parallel", None)
     if function is None:
         return None
@@ -332,11 +343,11 @@ def _parallel() -> Callable[[int, int, int, int], None] | None:
 
 
 _lock = threading.Lock()
-_keep: list[object] = []  # engines own the code that they made
+_engines: list[object] = []  # LLVM's engines: the code that an engine compiled is freed with it
 
 
 def kernel(shape: Shape) -> HostKernel:
-    """The code for a shape, made when it is first asked for."""
+    """Return the code for a shape. The first call for a shape compiles it."""
     with _lock:
         return _compiled(shape)
 
@@ -354,12 +365,12 @@ def _compiled(shape: Shape) -> HostKernel:
     builder.getModulePassManager().run(module, builder)
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    _keep.append(engine)
+    _engines.append(engine)
     return HostKernel(engine.get_function_address("attend"))
 
 
 class _Writer(Emitter):
-    """Writes the function ``attend`` of a shape into ``module``."""
+    """The writer of the function ``attend`` for a shape."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -391,7 +402,7 @@ class _Writer(Emitter):
         """Write the code for one sequence and KV head."""
         s, b = self.shape, self.b
         sequence, head = b.udiv(item, integer(s.kv_heads)), b.urem(item, integer(s.kv_heads))
-        # With a cap, scores become powers of two after it.
+        # With a cap, `capped` converts scores to base 2; without one, the scaling does.
         scaling = self.arg["scaling"] if s.softcap else b.fmul(self.arg["scaling"], real(LOG2_E))
         query = self.at(self.arg["query"], b.mul(item, integer(s.group * s.k_dim)))
         for i in self.each(s.group * s.k_dim, self.lanes):
@@ -416,7 +427,7 @@ class _Writer(Emitter):
         with self.repeat(lambda: b.icmp_signed("<", b.load(at), high)):
             token = b.load(at)
             page, slot = b.udiv(token, integer(s.page_tokens)), b.urem(token, integer(s.page_tokens))
-            count = self.least(b.sub(high, token), b.sub(integer(s.page_tokens), slot), integer(s.block))
+            count = self.minimum(b.sub(high, token), b.sub(integer(s.page_tokens), slot), integer(s.block))
             frame = b.load(self.at(table, page))
             offset = b.add(b.mul(frame, integer(s.page_stride)), b.mul(slot, integer(s.content)))
             self._block(self.at(pages, offset), count)
@@ -442,7 +453,7 @@ class _Writer(Emitter):
                 self._weigh(values, count, heads, width, dims, vectors)
 
     def _dots(self, rows: ir.Value, token: ir.Value, tokens: int, head: ir.Value, heads: int) -> None:
-        """Scores of some tokens and query heads: a dot product each."""
+        """Write the code that computes the scores of a tile of tokens and query heads, one dot product each."""
         s, b = self.shape, self.b
         keys = [self.at(rows, b.mul(b.add(token, integer(i)), integer(s.content))) for i in range(tokens)]
         queries = [self.at(self.q, b.mul(b.add(head, integer(i)), integer(s.k_dim))) for i in range(heads)]
@@ -460,7 +471,7 @@ class _Writer(Emitter):
                 b.store(self.across(b.load(dots[i][j]), b.fadd), self.at(self.scores, where))
 
     def _soften(self, head: ir.Value) -> None:
-        """Turn scores of a query head into weights relative to the highest score so far."""
+        """Write the code that turns the scores of a query head into weights, relative to the highest score so far."""
         s, b = self.shape, self.b
         scores = self.at(self.scores, b.mul(head, integer(s.block)))
         parts = [self.at(scores, integer(i)) for i in range(0, s.block, LANES)]
@@ -468,7 +479,7 @@ class _Writer(Emitter):
         if s.softcap:
             values = [self.capped(value) for value in values]
         before = b.load(self.at(self.peaks, head))
-        peak = self.more(before, self.across(functools.reduce(self.more, values), self.more))
+        peak = self.maximum(before, self.across(functools.reduce(self.maximum, values), self.maximum))
         fade = b.extract_element(self.exp2(self.splat(b.fsub(before, peak), LANES)), I32(0))
         weights = [self.exp2(b.fsub(value, self.splat(peak, LANES))) for value in values]
         for part, weight in zip(parts, weights, strict=True):
@@ -482,7 +493,7 @@ class _Writer(Emitter):
     def _weigh(
         self, values: ir.Value, count: ir.Value, head: ir.Value, heads: int, dim: ir.Value, vectors: int
     ) -> None:
-        """Add the weighted values of a block to a tile of the sums, and scale down what they were before."""
+        """Write the code that scales down a tile of the sums and adds the weighted values of a block."""
         s, b = self.shape, self.b
         start = b.mul(dim, integer(self.lanes))
         weights = [self.at(self.scores, b.mul(b.add(head, integer(j)), integer(s.block))) for j in range(heads)]
@@ -513,14 +524,14 @@ class _Writer(Emitter):
                 self.store(where[j][i], b.load(sums[j][i]))
 
     def _finish(self, item: ir.Value, head: ir.Value) -> None:
-        """Add the sinks to the total, and divide the sums by it."""
+        """Write the code that adds the sinks to the totals and divides the sums by them."""
         s, b = self.shape, self.b
         out = self.at(self.arg["out"], b.mul(item, integer(s.group * s.v_dim)))
         for i in self.each(s.group):
             sink = b.load(self.at(self.arg["sinks"], b.add(b.mul(head, integer(s.group)), i)))
             sink = b.fmul(sink, real(LOG2_E))
             before = b.load(self.at(self.peaks, i))
-            peak = self.more(before, sink)
+            peak = self.maximum(before, sink)
             fade, extra = (
                 b.extract_element(self.exp2(self.splat(b.fsub(x, peak), LANES)), I32(0)) for x in (before, sink)
             )

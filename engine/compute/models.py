@@ -1,6 +1,6 @@
-"""Models that engines run: a preset's random weights, or a directory with config, safetensors and tokenizer.
+"""The models that engines run: a preset with random weights, or a directory with config, safetensors and tokenizer.
 
-Nothing is downloaded, only transformers' own code runs a model, and no pickle is opened.
+Loading a model downloads nothing, runs no code from the directory (only that of transformers), and opens no pickle.
 """
 
 from __future__ import annotations
@@ -28,35 +28,36 @@ from kvstore.errors import InvalidRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-AUTO = "auto"  # a dtype: see `dtype_on`
+AUTO = "auto"  # the dtype that `dtype_on` chooses
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SEED_MAX = 2**32 - 1
-# Files of more bytes than this in all are sampled for the digest: reading 100 GB would take minutes at every start.
+# If the files have more bytes than this in total, the digest covers samples of them: reading 100 GB takes minutes.
 WHOLE_BYTES_MAX = 4 << 30
 SAMPLE_BYTES, SAMPLE_STRIDE_BYTES = 64 << 10, 16 << 20
 DIGEST_THREADS = 4
 PIECE_BYTES, READ_BYTES = 64 << 20, 8 << 20
-# Fields of a config that change no number that a model computes.
+# Fields of a config that do not change what the model computes.
 CONFIG_IGNORED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
-    """A loaded model: in evaluation mode, without gradients, on its device. It is never changed.
+    """A loaded model on its device, in evaluation mode and without gradients.
 
     Attributes:
-        name, revision: identify its pages; of a preset, or of a directory (and commit, in a hub's cache).
-        net: the causal language model of transformers; attends by "sdpa" or "eager" as transformers chose.
-        geometry: found by running it, see `engine.compute.probe`.
-        dtype: of weights and KV, as in "float32".
-        context_tokens_max: tokens of prompt and answer together.
+        name, revision: part of the identity of the model's pages. They come from the preset, or from the directory's
+            name (in a hub's cache: repository and commit).
+        net: the causal language model of transformers, with the attention that transformers chose ("sdpa" or "eager").
+        geometry: the shape of the model's KV, see `engine.compute.probe`.
+        dtype: the type of weights and KV, for example "float32".
+        context_tokens_max: the most tokens of a prompt and its answer together.
         eos_ids: tokens that end an answer.
-        weights_digest: 32 hexadecimal digits over names, shapes, types and bytes of the weights (of a directory: the
-            safetensors files as they are) and over the config. It begins with "sampled-" where the files are larger
-            than ``WHOLE_BYTES_MAX``: then over their headers and a sample of their bytes.
-        rope: the rope regime as text.
-        pace: how long a simulated model sleeps in place of running; None: a real model.
+        weights_digest: 32 hexadecimal digits, a digest of the config and the weights. For a preset it covers names,
+            shapes, types and bytes of all parameters; for a directory, the bytes of the safetensors files. If the files
+            are larger than ``WHOLE_BYTES_MAX``, it covers their headers and samples, and begins with "sampled-".
+        rope: the result of `rope_text`.
+        pace: for a simulated model, how long each step takes; None for a real model.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Model:
     pace: presets.Pace | None = None
 
     def layout(self, page_tokens: int) -> Layout:
-        """The layout of pages of this many tokens that hold all layers.
+        """Return the layout of pages that have ``page_tokens`` tokens and all layers.
 
         Raises:
             InvalidRequest: pages of that size are not possible, see `kvstore.Layout`.
@@ -94,11 +95,12 @@ class Model:
         )
 
     def layouts(self, page_tokens: int) -> tuple[Layout, ...]:
-        """The layout of the pages of each cache group (``Geometry.groups``). If there is one group, pages hold all
-        layers, and are chained, whether they have a window or not.
+        """Return the layout of the pages of each cache group (``Geometry.groups``).
+
+        If there is only one group, its pages have all layers and form chains, with or without a window.
 
         Raises:
-            InvalidRequest: as ``layout``.
+            InvalidRequest: pages of that size are not possible.
         """
         whole, groups = self.layout(page_tokens), self.geometry.groups
         if len(groups) == 1:
@@ -111,14 +113,14 @@ class Model:
 
 
 def load_model(spec: str, *, device: str = "cpu", dtype: str = "float32", seed: int = 0) -> Model:
-    """Load preset ``spec``, with weights from ``seed``, or the model in directory ``spec``.
+    """Load the preset ``spec`` with weights drawn from ``seed``, or the model in the directory ``spec``.
 
     Raises:
-        InvalidRequest: "model", "device", "dtype" or "seed", and why: no such preset or directory, a missing file
-            in it, an unsupported kind of model, a device that is not here.
+        InvalidRequest: "model", "device", "dtype" or "seed" is invalid. Examples: there is no such preset or directory,
+            a file is missing, the kind of model is not supported, or this machine does not have the device.
     """
     if dtype not in (AUTO, *DTYPES):
-        raise InvalidRequest("dtype", f"{dtype!r} is not one of {', '.join((AUTO, *DTYPES))}")
+        raise InvalidRequest("dtype", f"must be one of {', '.join((AUTO, *DTYPES))} (got {dtype!r})")
     where = find_device(device)
     if spec in presets.PRESETS:
         return _preset(spec, where, dtype_on(where, None) if dtype == AUTO else dtype, seed)
@@ -126,9 +128,10 @@ def load_model(spec: str, *, device: str = "cpu", dtype: str = "float32", seed: 
 
 
 def dtype_on(device: torch.device, saved: torch.dtype | None) -> str:
-    """What "auto" means for a model whose weights are saved as ``saved``: float32 on a CPU. On a GPU the saved type if
-    that
-    is half precision, else bfloat16: float32 takes twice the memory and leaves tensor cores idle.
+    """Return the dtype that "auto" stands for, if the weights are saved as ``saved``.
+
+    On a CPU it is float32. On a GPU it is the saved type if that has half precision, else bfloat16, because float32
+    takes twice the memory and leaves tensor cores idle.
     """
     if device.type == "cpu":
         return "float32"
@@ -137,28 +140,29 @@ def dtype_on(device: torch.device, saved: torch.dtype | None) -> str:
 
 
 def find_device(name: str) -> torch.device:
-    """Device "cpu", "cuda" or "cuda:N".
+    """Return the device "cpu", "cuda" or "cuda:N".
 
     Raises:
-        InvalidRequest: "device": not one of these, or not here.
+        InvalidRequest: "device" is not one of these, or this machine does not have it.
     """
     match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", name)
     if match is None:
-        raise InvalidRequest("device", f"{name!r} is not cpu, cuda or cuda:N")
+        raise InvalidRequest("device", f"must be cpu, cuda or cuda:N (got {name!r})")
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no driver or no device"
-        raise InvalidRequest("device", f"no CUDA device here: {why}; use cpu")
+        reason = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no driver or no device"
+        raise InvalidRequest("device", f"this machine has no CUDA device: {reason}; use cpu (got {name!r})")
     index, count = int(match[1] or 0), torch.cuda.device_count()
     if index >= count:
-        raise InvalidRequest("device", f"no {name} here: this machine has cuda:0 to cuda:{count - 1}")
+        raise InvalidRequest("device", f"this machine has cuda:0 to cuda:{count - 1} (got {name!r})")
     return torch.device("cuda", index)
 
 
 def rope_text(config: PreTrainedConfig) -> str:
-    """How positions rotate keys: equal for two models if theta, scaling, fraction and pairing are equal. "" for
-    none.
+    """Describe how positions rotate keys. Two models with equal theta, scaling, fraction and pairing give equal texts.
+
+    Empty if keys are not rotated.
     """
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
@@ -181,8 +185,8 @@ def _preset(name: str, device: torch.device, dtype: str, seed: int) -> Model:
     for parameter_name, parameter in sorted(net.named_parameters()):
         digest.update(f"{parameter_name} {list(parameter.shape)} {parameter.dtype}\n".encode())
         digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    made = _finish(net, ByteTokenizer(), device, dtype, name, f"seed-{seed}", digest.hexdigest())
-    return replace(made, pace=presets.PRESETS[name].pace)
+    model = _finish(net, ByteTokenizer(), device, dtype, name, f"seed-{seed}", digest.hexdigest())
+    return replace(model, pace=presets.PRESETS[name].pace)
 
 
 # --- Directories -----------------------------------------------------------------------------------------------------
@@ -191,8 +195,8 @@ def _preset(name: str, device: torch.device, dtype: str, seed: int) -> Model:
 def _directory(spec: str, device: torch.device, dtype: str) -> Model:
     path = Path(spec).expanduser()
     if not path.is_dir():
-        what = "is a file, not a directory" if path.exists() else "is not a preset or a directory here"
-        raise InvalidRequest("model", f"{spec!r} {what}; presets are {', '.join(presets.PRESETS)}")
+        problem = "is a file, not a directory" if path.exists() else "is neither a preset nor a directory here"
+        raise InvalidRequest("model", f"{spec!r} {problem}; presets are {', '.join(presets.PRESETS)}")
     if not (path / "config.json").is_file():
         _lacks(path, "config.json")
     try:
@@ -212,7 +216,7 @@ def _directory(spec: str, device: torch.device, dtype: str) -> Model:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files that hold the weights."""
+    """Return the safetensors files that contain the weights."""
     index = path / "model.safetensors.index.json"
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
@@ -223,15 +227,15 @@ def _weight_files(path: Path) -> list[Path]:
             raise InvalidRequest("model", f"{index} is not an index of safetensors files: {one_line(error)}") from error
         for name in names:
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-                raise InvalidRequest("model", f"{index} names {name!r}, which is not a safetensors file next to it")
+                raise InvalidRequest("model", f"{index} lists {name!r}, which is not a safetensors file next to it")
             if not (path / name).is_file():
                 _lacks(path, name)
         return [path / name for name in names]
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:
-        reason = f"{path} has its weights as pickles ({pickles[0]}), which can run code; save them as safetensors"
+        reason = f"{path} has its weights in pickles ({pickles[0]}), which can run code; save them as safetensors"
         raise InvalidRequest("model", reason)
-    _lacks(path, "model.safetensors, or model.safetensors.index.json and the files it names")
+    _lacks(path, "model.safetensors, or model.safetensors.index.json and the files that it lists")
 
 
 def _tokenizer(path: Path) -> HFTokenizer:
@@ -240,7 +244,7 @@ def _tokenizer(path: Path) -> HFTokenizer:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise InvalidRequest("model", f"tokenizer in {path}: {one_line(error)}") from error
     except Exception as error:
-        # The parser of tokenizer.json raises plain Exception, and nothing finer.
+        # The parser of tokenizer.json raises Exception itself, not a subclass.
         if type(error) is Exception:
             raise InvalidRequest("model", f"tokenizer in {path}: {one_line(error)}") from error
         raise
@@ -260,15 +264,19 @@ def _read_weights(path: Path, config: PreTrainedConfig, dtype: str) -> PreTraine
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InvalidRequest("model", f"weights in {path}: {one_line(error)}") from error
-    # transformers would continue with random numbers in their place.
+    # transformers would fill missing weights with random numbers.
     if missing := sorted(report["missing_keys"]):
-        _lacks(path, f"{len(missing)} of the weights, {missing[0]} among them")
+        _lacks(path, f"{len(missing)} of the weights, for example {missing[0]}")
     loaded: PreTrainedModel = net
     return loaded
 
 
 def _identity(path: Path) -> tuple[str, str]:
-    """Name and revision: ``models--ORG--NAME/snapshots/COMMIT`` of a hub's cache has both, else the folder's name."""
+    """Return name and revision of the model in a directory.
+
+    In a hub's cache the path ``models--ORG--NAME/snapshots/COMMIT`` has both. Otherwise the name is that of the
+    directory, and the revision is empty.
+    """
     real = path.resolve()
     match = re.fullmatch(r"models--(.+)", real.parent.parent.name) if real.parent.name == "snapshots" else None
     if match:
@@ -277,19 +285,22 @@ def _identity(path: Path) -> tuple[str, str]:
 
 
 def _files_digest(files: list[Path], config: str) -> str:
-    """Digest of the config and the safetensors files: whole, or samples of large ones; several pieces at a time."""
+    """Return the digest of the config and of the safetensors files, or of samples if the files are large.
+
+    Threads read several pieces at once.
+    """
     sizes = [file.stat().st_size for file in files]
     sampled = sum(sizes) > WHOLE_BYTES_MAX
     digest = blake2b(f"{config} {sizes}".encode(), digest_size=16, person=b"kvstore.weights")
     pieces = [(file, start) for file, size in zip(files, sizes, strict=True) for start in range(0, size, PIECE_BYTES)]
     with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-        for one in threads.map(_sample_digest, files) if sampled else threads.map(_piece_digest, pieces):
-            digest.update(one)
+        for part_digest in threads.map(_sample_digest, files) if sampled else threads.map(_piece_digest, pieces):
+            digest.update(part_digest)
     return ("sampled-" if sampled else "") + digest.hexdigest()
 
 
 def _piece_digest(piece: tuple[Path, int]) -> bytes:
-    """Digest of ``PIECE_BYTES`` of a file, from an offset on."""
+    """Return the digest of ``PIECE_BYTES`` of a file that begin at an offset."""
     file, start = piece
     digest = blake2b(digest_size=32)
     with file.open("rb", buffering=0) as source:
@@ -299,7 +310,10 @@ def _piece_digest(piece: tuple[Path, int]) -> bytes:
 
 
 def _sample_digest(file: Path) -> bytes:
-    """Digest of the size, the header (names, shapes, types) and ``SAMPLE_BYTES`` of every ``SAMPLE_STRIDE_BYTES``."""
+    """Return the digest of a file's size, its header (names, shapes, types) and samples of its data.
+
+    A sample of ``SAMPLE_BYTES`` begins at every ``SAMPLE_STRIDE_BYTES``; one more is at the end of the file.
+    """
     size = file.stat().st_size
     digest = blake2b(str(size).encode(), digest_size=32)
     with file.open("rb", buffering=0) as source:
@@ -356,12 +370,13 @@ def _context(config: PreTrainedConfig) -> int:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
             return value
-    raise InvalidRequest("model", f"{config.model_type}: its config does not say max_position_embeddings")
+    raise InvalidRequest("model", f"{config.model_type}: its config has no max_position_embeddings")
 
 
 def _eos_ids(net: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """End tokens as ``generate`` of transformers finds them: in the generation config, else the config, else the
-    tokenizer.
+    """Return the end tokens, from the first source that has them: generation config, config, tokenizer.
+
+    ``generate`` of transformers uses the same order.
     """
     for source in (net.generation_config, net.config):
         value: Any = getattr(source, "eos_token_id", None)

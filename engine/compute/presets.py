@@ -1,26 +1,23 @@
-"""Models made here: random weights from a seed, so that everything runs without a download.
+"""Presets: models whose weights are drawn from a seed, so that everything runs without a download.
 
-The tiny ones answer in milliseconds on one core and cover what attention must honour: grouped heads, normed keys, MLA,
-soft caps, sliding windows, sinks. The small ones have 50 M parameters or more, for measurements. The paced one computes
-nothing (``engine.compute.presets``). Text goes through the byte-level tokenizer, so ``vocab_size`` is 256 bytes and two
-special tokens.
+The tiny presets answer in milliseconds on one core. Together they cover what attention must support: grouped heads,
+normed keys, MLA, soft caps, sliding windows and sinks. The small presets have 50 M parameters or more and serve for
+measurements. All use the byte-level tokenizer: ``vocab_size`` is 256 bytes and two special tokens.
 
-Weights are wide (std 0.1 and more), unlike a fresh initialisation: with 0.02 every layer would hardly move its input,
-attention would be flat, and a wrong page would go unnoticed. Windows are small and not multiples of a page.
+The weights have a standard deviation of 0.1 or more, far above that of a usual initialisation. With the usual 0.02 a
+layer would hardly change its input, attention would be flat, and tests would not notice a wrong page. Windows are small
+and not multiples of a page.
 
-Pacing: a model that computes nothing, and takes as long as a cost model says. For benchmarks of everything around
-it.
-
-Everything else is real: a step writes KV of every layer into its frames, and calls the hooks of its batch, so pages are
-reserved, written, sealed and handed over layer by layer as those of any model. Between them it sleeps::
+A paced preset computes nothing and sleeps as long as a cost model says, for benchmarks of everything around the model.
+It is real in all other respects: a step writes KV of every layer into the frames and calls the hooks of its batch. So
+pages are reserved, written, sealed and handed over layer by layer. A conductor predicts with the same cost model
+(``Costs``), where each chunk has ``n`` tokens after ``c`` earlier ones::
 
     step_s = alone_s * (1 + each * decoding) + sum over chunks of n / tokens_per_s * (1 + (c + n / 2) / context_even)
 
-for chunks of ``n`` tokens after ``c``: the cost model that a conductor predicts with (``Costs``).
-
-The KV of a token is its number, in every element, plus one for each layer. The next token is a hash of the KV of all
-tokens before it, read from the frames: it depends only on the prompt (``paced_answer``), and a page with wrong contents
-changes it.
+The paced KV of a token in layer ``i`` is the token's number plus ``i``, in every element. The next token is a hash of
+the KV of all earlier tokens, read from the frames. So an answer depends only on its prompt (``paced_answer``), and a
+page with wrong contents changes the answer.
 """
 
 from __future__ import annotations
@@ -46,7 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How long the steps of a simulated model take: see ``engine.compute.presets``."""
+    """The cost model of a simulated model, see the module's docstring.
+
+    Attributes:
+        tokens_per_s: the prefill speed for a prompt without context.
+        context_even: the number of context tokens at which prefill takes twice as long per token.
+        alone_s: the fixed time of a decoding step.
+        each: how much longer the step takes for each sequence, as a share of ``alone_s``.
+    """
 
     tokens_per_s: float
     context_even: float
@@ -54,17 +58,26 @@ class Pace:
     each: float
 
     def step_s(self, parts: Sequence[tuple[int, int]], decoding: int) -> float:
-        """The time of a step with these chunks, ``(tokens before, tokens)``, and this many sequences that decode."""
+        """Return the time of a step in seconds.
+
+        Args:
+            parts: the chunks, as ``(tokens before, tokens)``.
+            decoding: the number of sequences that decode.
+        """
         chunks_s = (count / self.tokens_per_s * (1 + (start + count / 2) / self.context_even) for start, count in parts)
         return sum(chunks_s) + (self.alone_s * (1 + self.each * decoding) if decoding else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A family of transformers, its config, and the standard deviation of its weights.
+    """The recipe for one model.
 
-    ``head_norm`` is the factor for normed queries and keys: with 1, scores would be as flat as with std 0.02.
-    With a ``pace`` the model is simulated by sleeping.
+    Attributes:
+        family: the model type of transformers.
+        std: the standard deviation of the weights.
+        head_norm: the weight of the norms of queries and keys. With 1, scores would be as flat as with std 0.02.
+        config: fields of the config that differ from the family's defaults.
+        pace: the cost model if the model is simulated by sleeping; None if it is computed.
     """
 
     family: str
@@ -74,7 +87,7 @@ class Preset:
     pace: Pace | None = None
 
     def __post_init__(self) -> None:
-        assert self.std >= 0.1, "see the module's docstring"
+        assert self.std >= 0.1, "smaller weights hide wrong pages from tests"
 
 
 _BYTES = {
@@ -129,12 +142,12 @@ _SMALL_MLA = {
     "qk_rope_head_dim": 32,
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
-    "first_k_dense_replace": 12,  # all dense: the time of a step must not depend on the routing of tokens
+    "first_k_dense_replace": 12,  # no layer has experts, so that the time of a step does not depend on the routing of tokens
     "num_mtp_layers": 0,
 }
-# FAST'25's cost model (a model of 70 B, a prompt of 12,000 tokens in 1.7 s) where a token stands for 32 of its tokens,
-# and a second for 5 of its seconds: pages of 16 tokens stand for its blocks of 512.
-PACED_TOKENS = 32  # of a large model, that a token of the paced one stands for
+# The cost model of FAST'25: a model of 70 B computes a prompt of 12,000 tokens in 1.7 s. Here one token stands for 32
+# of its tokens, and five seconds of its time pass in one. So a page of 16 tokens stands for a block of 512.
+PACED_TOKENS = 32  # tokens of the large model that one token of the paced model stands for
 _PACE = Pace(tokens_per_s=7000 / PACED_TOKENS * 5, context_even=120_000 / PACED_TOKENS, alone_s=0.02, each=0.01)
 _PACED = {**_TINY, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096}
 
@@ -153,7 +166,7 @@ PRESETS: Mapping[str, Preset] = {
     "tiny-gemma3": Preset(  # five layers with a window, then one without
         family="gemma3_text",
         std=0.2,
-        head_norm=1.0,  # its norms add 1 to this
+        head_norm=1.0,  # this family's norms add 1 to the weight
         config={**_TINY, "num_hidden_layers": 6, "sliding_window": 40, "query_pre_attn_scalar": 16},
     ),
     "tiny-gpt-oss": Preset(
@@ -184,14 +197,19 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def build(name: str, seed: int) -> PreTrainedModel:
-    """The causal language model of preset ``name``, float32, on the CPU; the same weights from a seed everywhere."""
+    """Build the causal language model of preset ``name`` in float32 on the CPU.
+
+    A seed gives the same weights on every machine.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     preset = PRESETS[name]
     config = AutoConfig.for_model(preset.family, **preset.config)
     net: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     for parameter_name, parameter in net.named_parameters():
-        if parameter.dim() >= 2 or parameter_name.endswith(("bias", "sinks")):  # the others scale norms, and stay
+        if parameter.dim() >= 2 or parameter_name.endswith(
+            ("bias", "sinks")
+        ):  # all other parameters scale norms and keep their values
             fill(parameter, preset.std, f"{seed}/{parameter_name}")
         elif parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.data.fill_(preset.head_norm)
@@ -199,10 +217,10 @@ def build(name: str, seed: int) -> PreTrainedModel:
 
 
 def fill(tensor: torch.Tensor, std: float, seed: str) -> None:
-    """Fill ``tensor`` in place with uniform numbers of mean 0 and this deviation.
+    """Fill ``tensor`` in place with uniform numbers of mean 0 and standard deviation ``std``.
 
-    Uniform in [0, 1) is exact, and so are the two steps after it; a normal distribution would go through logarithms
-    that differ in the last bit between processors, and with it the weights digest.
+    The numbers, and so the weights digest, are the same on all processors: drawing from [0, 1) and the two steps after
+    that are exact. A normal distribution needs logarithms, whose last bit differs between processors.
     """
     import torch
 
@@ -213,24 +231,24 @@ def fill(tensor: torch.Tensor, std: float, seed: str) -> None:
 
 
 TOKENS: Final = 256  # tokens of an answer are bytes
-SURE: Final = 100.0  # the logit of the token that follows; of all others it is 0
-MIX: Final = 0x9E3779B97F4A7C15
+NEXT_LOGIT: Final = 100.0  # the logit of the next token; the logits of all other tokens are 0
+HASH_FACTOR: Final = 0x9E3779B97F4A7C15
 
 
 class PacedRunner:
-    """Replaces a ``Runner``. Several threads may run it, each with a batch of its own."""
+    """The runner of a paced preset, with the methods of a ``Runner``. Threads may run batches of their own at once."""
 
     graphs = "none: nothing is computed"
 
     def __init__(self, pace: Pace, vocab_size: int, arenas: Arenas) -> None:
         self._pace = pace
         self._vocab_size = vocab_size
-        (self._arena,) = arenas.groups  # no preset of this kind has windows
+        (self._arena,) = arenas.groups  # no paced preset has windows
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See ``Runner.forward``."""
+        """Sleep for the time of the step, write its KV, and return logits as ``Runner.forward`` does."""
         assert batch.arenas.groups == (self._arena,), "a batch over another arena"
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         chunks = [(part.start, part.count) for part in batch.slices if part.count > 1]
         step_s = self._pace.step_s(chunks, len(batch.slices) - len(chunks))
         layout = self._arena.layout
@@ -238,34 +256,34 @@ class PacedRunner:
         for layer in range(layout.layers):
             if batch.before is not None:
                 batch.before(layer)
-            _sleep_until(began_s + step_s * (layer + 1) / layout.layers)
+            _sleep_until(start_s + step_s * (layer + 1) / layout.layers)
             batch.write(layer, content + layer)
             if batch.after is not None:
                 batch.after(layer)
         logits = torch.zeros((len(batch.slices), self._vocab_size))
         for row, part in enumerate(batch.slices):
-            logits[row, self._next(part)] = SURE
+            logits[row, self._next(part)] = NEXT_LOGIT
         return logits
 
     def _next(self, part: Slice) -> int:
-        """The token after a slice, from the contents of the frames."""
+        """Return the token after a slice. It is computed from the contents of the frames."""
         layout = self._arena.layout
         pages = part.tables[0, : -(-part.stop // layout.page_tokens)]
-        held = self._arena.pages[pages, :, 0, :, 0].transpose(0, 1).reshape(layout.layers, -1)[:, : part.stop]
-        own = held.to(torch.int64).numpy() - np.arange(layout.layers)[:, None]
-        return paced_token(own.sum(axis=0) // layout.layers)
+        content = self._arena.pages[pages, :, 0, :, 0].transpose(0, 1).reshape(layout.layers, -1)[:, : part.stop]
+        tokens = content.to(torch.int64).numpy() - np.arange(layout.layers)[:, None]
+        return paced_token(tokens.sum(axis=0) // layout.layers)
 
 
 def paced_token(tokens: npt.NDArray[np.integer]) -> int:
-    """The token that follows these."""
+    """Return the token that follows ``tokens``."""
     with np.errstate(over="ignore"):
-        places = np.arange(1, len(tokens) + 1, dtype=np.uint64) * np.uint64(MIX)
-        mixed = int(((tokens.astype(np.uint64) + np.uint64(1)) * (places | np.uint64(1))).sum())
-    return (mixed >> 40) % TOKENS
+        factors = np.arange(1, len(tokens) + 1, dtype=np.uint64) * np.uint64(HASH_FACTOR)
+        digest = int(((tokens.astype(np.uint64) + np.uint64(1)) * (factors | np.uint64(1))).sum())
+    return (digest >> 40) % TOKENS
 
 
 def paced_answer(prompt: Iterable[int], count: int) -> list[int]:
-    """The first tokens of the answer to a prompt, this many."""
+    """Return the first ``count`` tokens of the answer to ``prompt``."""
     tokens = list(prompt)
     start = len(tokens)
     while len(tokens) < start + count:
@@ -273,7 +291,7 @@ def paced_answer(prompt: Iterable[int], count: int) -> list[int]:
     return tokens[start:]
 
 
-def _sleep_until(moment_s: float) -> None:
-    left_s = moment_s - time.monotonic()
-    if left_s > 0:
-        time.sleep(left_s)
+def _sleep_until(deadline_s: float) -> None:
+    remaining_s = deadline_s - time.monotonic()
+    if remaining_s > 0:
+        time.sleep(remaining_s)

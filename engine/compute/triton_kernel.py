@@ -1,14 +1,18 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Attention over pages in Triton: steps and chunks, grouped heads and MLA, by one kernel.
+"""Attention over pages in place, in Triton. One kernel computes steps and chunks, with grouped heads or MLA.
 
-A program has a tile of tokens and some query heads of one KV head: ``BLOCK_M`` rows of queries. It visits the tokens
-they attend to in blocks of ``BLOCK_N``; each token is found through the page table separately, so a page may have any
-number of tokens; scores, and the running maximum and sum of their exponentials (online softmax), are float32 whatever
-pages hold. Where tiles are too few to fill the device, each sequence's tokens are divided among ``SPLITS`` programs,
-whose sums a second kernel joins (flash-decoding). What no row sees is not loaded.
+A program computes a tile of tokens for some query heads of one KV head, that is ``BLOCK_M`` rows of queries. It loops
+over the tokens that these rows see, in blocks of ``BLOCK_N``. Tokens that no row sees are not loaded. The page table is
+read for each token separately, so a page may have any number of tokens. Scores, and the running maximum and sum of
+their exponentials (online softmax), are float32, whatever the dtype of the pages.
 
-K is multiplied in two parts, a power of two and the rest: 576 elements of a latent and its rope key are 512 and 64.
-Needs ``TRITON_INTERPRET=1`` before it is imported to run on a CPU.
+If there are too few tiles to fill the device, ``SPLITS`` programs share the tokens of each sequence, and a second
+kernel joins their sums (flash-decoding).
+
+K is multiplied in two parts, because a block's size must be a power of two. For example, the 576 elements of a latent
+and its rope key are split into 512 and 64.
+
+To run on a CPU, set ``TRITON_INTERPRET=1`` before this module is imported.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from engine.compute.kernel_args import BatchReading, Terms
 
 LOG2_E = 1.4426950408889634
 SPLITS_MAX = 32
-PROGRAMS_PER_CORE = 2  # to fill the device
-HEADS_MAX = 16  # query heads of a program
+PROGRAMS_PER_CORE = 2  # as many programs fill the device
+HEADS_MAX = 16  # the most query heads of a program
 
 
 @triton.jit
@@ -69,22 +73,22 @@ def _attend(
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     tile, split = tl.program_id(0), tl.program_id(2)
     kv_head = tl.program_id(1) // HEAD_BLOCKS
-    part = tl.load(tile_slice + tile)
+    slice_ = tl.load(tile_slice + tile)
     token0 = tl.load(tile_token + tile)
-    before = tl.load(start_of + part)
-    count = tl.load(count_of + part)
-    table = frames + tl.load(first_of + part)
+    start = tl.load(start_of + slice_)
+    count = tl.load(count_of + slice_)
+    table = frames + tl.load(first_of + slice_)
 
     rows = tl.arange(0, BLOCK_M)
     token = token0 + rows // BLOCK_H
     member = (tl.program_id(1) % HEAD_BLOCKS) * BLOCK_H + rows % BLOCK_H
     real = (rows < BLOCK_T * BLOCK_H) & (token < count) & (member < GROUP)
-    position = before + token
+    position = start + token
     head = kv_head * GROUP + member
-    item = (tl.load(row_of + part) + token) * HEADS + head
+    item = (tl.load(row_of + slice_) + token) * HEADS + head
 
     main = tl.arange(0, K_MAIN)
-    inner = main < K_DIM if K_MAIN > K_DIM else main >= 0  # for heads of fewer elements than a tensor core takes
+    inner = main < K_DIM if K_MAIN > K_DIM else main >= 0  # a tensor core needs 16 elements; smaller heads are padded
     q = tl.load(query + item[:, None] * K_DIM + main[None, :], mask=real[:, None] & inner[None, :], other=0.0)
     if K_REST:
         rest = K_MAIN + tl.arange(0, K_REST)
@@ -93,10 +97,10 @@ def _attend(
         )
     dims = tl.arange(0, V_PAD)
 
-    high = before + tl.minimum(token0 + BLOCK_T, count)
-    low = before * 0
+    high = start + tl.minimum(token0 + BLOCK_T, count)
+    low = start * 0
     if WINDOW:
-        low = tl.maximum(before + token0 + 1 - WINDOW, 0)
+        low = tl.maximum(start + token0 + 1 - WINDOW, 0)
     share = tl.cdiv(tl.cdiv(high - low, BLOCK_N), SPLITS) * BLOCK_N
     low = low + split * share
     high = tl.minimum(high, low + share)
@@ -105,30 +109,30 @@ def _attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     summed = tl.zeros([BLOCK_M, V_PAD], tl.float32)
     for at in range(low, high, BLOCK_N):
-        seen_at = at + tl.arange(0, BLOCK_N)
-        there = seen_at < high
-        frame = tl.load(table + seen_at // PAGE_TOKENS, mask=there, other=0)
-        place = frame * page_stride + kv_head * head_stride + (seen_at % PAGE_TOKENS) * CONTENT
-        k = tl.load(pages + place[None, :] + main[:, None], mask=there[None, :] & inner[:, None], other=0.0)
+        context = at + tl.arange(0, BLOCK_N)  # positions of the block's tokens
+        exists = context < high
+        frame = tl.load(table + context // PAGE_TOKENS, mask=exists, other=0)
+        offset = frame * page_stride + kv_head * head_stride + (context % PAGE_TOKENS) * CONTENT
+        k = tl.load(pages + offset[None, :] + main[:, None], mask=exists[None, :] & inner[:, None], other=0.0)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         if K_REST:
             k_rest = tl.load(
-                pages + place[None, :] + rest[:, None], mask=there[None, :] & (rest < K_DIM)[:, None], other=0.0
+                pages + offset[None, :] + rest[:, None], mask=exists[None, :] & (rest < K_DIM)[:, None], other=0.0
             )
             scores += tl.dot(q_rest, k_rest.to(q.dtype), input_precision="ieee")
         scores = scores * scaling
         if SOFTCAP:
             scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)  # softcap * tanh(scores / softcap)
-        visible = there[None, :] & (seen_at[None, :] <= position[:, None])
+        visible = exists[None, :] & (context[None, :] <= position[:, None])
         if WINDOW:
-            visible = visible & (seen_at[None, :] > position[:, None] - WINDOW)
+            visible = visible & (context[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores * LOG2E, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no token yet
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: the row has seen no token yet
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(peak - level)
         v = tl.load(
-            pages + place[:, None] + V_AT + dims[None, :], mask=there[:, None] & (dims < V_DIM)[None, :], other=0.0
+            pages + offset[:, None] + V_AT + dims[None, :], mask=exists[:, None] & (dims < V_DIM)[None, :], other=0.0
         )
         total = total * fade + tl.sum(weights, 1)
         summed = summed * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
@@ -182,10 +186,10 @@ def _join(
 
 
 class TritonKernel:
-    """See ``PageKernel`` and the module.
+    """The ``PageKernel`` of CUDA devices.
 
     Args:
-        cores: multiprocessors of the device; None: all of them.
+        cores: the number of the device's multiprocessors to fill; None: all.
     """
 
     name = "triton"
@@ -202,7 +206,7 @@ class TritonKernel:
         v_dim: int,
         v_at: int,
     ) -> torch.Tensor:
-        """See ``PageKernel``."""
+        """Attend from all tokens of the batch, as ``PageKernel.attend`` says."""
         rows, heads, k_dim = query.shape
         kv_heads, page_tokens, content = pages.shape[1:]
         assert pages.stride(-1) == 1 and pages.stride(-2) == content, pages.stride()
@@ -216,7 +220,7 @@ class TritonKernel:
         out = query.new_empty((rows, heads, v_dim))
         sums = query.new_empty((rows * heads * splits * (v_dim + 2) if splits > 1 else 1,), dtype=torch.float32)
         sinks = sums if terms.sinks is None else terms.sinks.float().contiguous()
-        same = head_shape(heads, v_dim, terms.sinks is not None, splits)
+        shared_options = head_shape(heads, v_dim, terms.sinks is not None, splits)
         _attend[(*programs, splits)](
             query.contiguous(),
             pages,
@@ -242,21 +246,24 @@ class TritonKernel:
             WINDOW=terms.window,
             SOFTCAP=bool(terms.softcap),
             **options_of(shape, v_dim, pages.element_size()),
-            **same,
+            **shared_options,
             **shape,
         )
         if splits > 1:
-            _join[(rows * heads,)](sums, sinks, out, **same)
+            _join[(rows * heads,)](sums, sinks, out, **shared_options)
         return out
 
 
 def block_shape(group: int, k_dim: int, v_dim: int, element_bytes: int, steps: bool) -> dict[str, int]:
-    """The work of one program, limited by its registers and shared memory; the tensor cores want 16 of each."""
+    """Return the block sizes of one program. Its registers and shared memory limit them.
+
+    Tensor cores need at least 16 rows, columns and elements.
+    """
     k_main = max(16, 1 << (k_dim.bit_length() - 1))
     k_rest = max(16, triton.next_power_of_2(k_dim - k_main)) if k_dim > k_main else 0
     block_h = min(HEADS_MAX, triton.next_power_of_2(group))
-    most = 64 if v_dim <= 128 else 32
-    block_t = 1 if steps else max(1, most // block_h)
+    rows_max = 64 if v_dim <= 128 else 32
+    block_t = 1 if steps else max(1, rows_max // block_h)
     block_n = 64 if k_dim <= 128 else 32 if k_dim <= 256 else 16
     if element_bytes == 4:
         block_n = max(16, block_n // 2)
@@ -271,26 +278,26 @@ def block_shape(group: int, k_dim: int, v_dim: int, element_bytes: int, steps: b
 
 
 def head_shape(heads: int, v_dim: int, sinks: bool, splits: int) -> dict[str, int]:
-    """The shape that both kernels are made for."""
+    """Return the compile-time constants that both kernels have."""
     v_pad = max(16, triton.next_power_of_2(v_dim))
     return {"HEADS": heads, "V_DIM": v_dim, "V_PAD": v_pad, "SINKS": sinks, "SPLITS": splits}
 
 
 def options_of(shape: dict[str, int], v_dim: int, element_bytes: int) -> dict[str, int]:
-    """The options with which the first kernel is compiled."""
+    """Return Triton's options for the compilation of the first kernel."""
     return {"num_warps": 8 if shape["BLOCK_M"] * v_dim > 64 * 64 else 4, "num_stages": stages_of(element_bytes)}
 
 
 def stages_of(element_bytes: int) -> int:
-    """Blocks in flight at once: one for float32, which is not for speed."""
+    """Return the number of blocks that are loaded ahead: one for float32, for which speed does not matter."""
     return 2 if element_bytes == 2 else 1
 
 
 def splits_of(programs: int, cores: int, stop_max: int, block_n: int) -> int:
-    """The number of programs that share a sequence: a power of two, so that few kernels are made."""
-    wanted = PROGRAMS_PER_CORE * cores // max(1, programs)
-    useful = stop_max // (4 * block_n)  # each has a few blocks to do
-    return 1 << max(0, min(wanted, useful, SPLITS_MAX).bit_length() - 1)
+    """Return the number of programs that share a sequence: a power of two, so that few kernels are compiled."""
+    to_fill_device = PROGRAMS_PER_CORE * cores // max(1, programs)
+    with_enough_work = stop_max // (4 * block_n)  # each program has at least four blocks
+    return 1 << max(0, min(to_fill_device, with_enough_work, SPLITS_MAX).bit_length() - 1)
 
 
 @functools.cache

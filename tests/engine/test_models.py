@@ -229,7 +229,7 @@ def test_a_spoilt_file_is_refused(directory, file):
         ({"model_type": "no-such-family"}, "no-such-family"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights"),
         ({"model_type": "llama", "hidden_size": "wide"}, "hidden_size"),
-        ({"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "how long the prompt"),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "length of the prompt"),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
@@ -258,7 +258,7 @@ SIZES = {
         ("diffllama", {}, "more than once"),
         ("bert", {}, "later tokens"),
         ("gemma4_text", {"vocab_size_per_layer_input": 64}, "must be equal"),
-        ("mimo_v2_flash", {"num_key_value_heads": 1}, "as many"),
+        ("mimo_v2_flash", {"num_key_value_heads": 1}, "numbers must be equal"),
         ("openai-gpt", {}, "no keys and values"),
         ("stablelm", {}, "does not pass forward arguments"),
         ("jetmoe", {"num_key_value_heads": 1}, "between the cache and attention"),
@@ -283,7 +283,7 @@ def test_attention_that_differs_from_the_formula_is_refused(tiny):
         return (hidden if kwargs.get("past_key_values") is None else hidden * 1.2), weights
 
     attention.forward = turned
-    with pytest.raises(InvalidRequest, match="not handled"):
+    with pytest.raises(InvalidRequest, match="not supported"):
         probe(net)
     assert probe(tiny.net) == tiny.geometry
     assert tiny.net.config._attn_implementation == "sdpa", "put back"
