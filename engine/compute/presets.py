@@ -142,7 +142,7 @@ _SMALL_MLA = {
     "qk_rope_head_dim": 32,
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
-    "first_k_dense_replace": 12,  # no layer has experts, so that the time of a step does not depend on the routing of tokens
+    "first_k_dense_replace": 12,  # no experts: the time of a step must not depend on routing
     "num_mtp_layers": 0,
 }
 # The cost model of FAST'25: a model of 70 B computes a prompt of 12,000 tokens in 1.7 s. Here one token stands for 32
