@@ -133,10 +133,19 @@ def reading_of(
     stop = start + count
     pages = -(-stop // page_tokens)
     rows = np.stack((np.cumsum(count) - count, start, count, np.cumsum(pages) - pages))
+    row_column, start_column, count_column, first_column = torch.from_numpy(rows).to(device)
     tables = torch.cat([table[:n] for table, n in zip(frames, pages.tolist(), strict=True)]).to(device)
-    steps = bool((count == 1).all())
-    columns = torch.from_numpy(rows).to(device)  # row, start, count, first
-    return BatchReading(SliceTable(*columns, tables, int(stop.max()), steps, len(count)), count)
+    table = SliceTable(
+        row=row_column,
+        start=start_column,
+        count=count_column,
+        first=first_column,
+        frames=tables,
+        stop_max=int(stop.max()),
+        steps=bool((count == 1).all()),
+        slices=len(count),
+    )
+    return BatchReading(table, count)
 
 
 def tile_slices(counts: npt.NDArray[np.int64], tokens: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

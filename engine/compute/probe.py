@@ -165,10 +165,10 @@ def probe(net: PreTrainedModel) -> Geometry:
     geometry = _geometry(net.config, record, int(own.shape[-1]))
     if not torch.isfinite(own).all():
         _refuse(kind, "gives logits that are not finite")
-    error = float((packed - own.repeat(1, 2, 1)).norm() / own.repeat(1, 2, 1).norm())
-    if not error <= (ERROR_MAX if net.dtype == torch.float32 else ERROR_SHORT_MAX):
+    relative_error = float((packed - own.repeat(1, 2, 1)).norm() / own.repeat(1, 2, 1).norm())
+    if not relative_error <= (ERROR_MAX if net.dtype == torch.float32 else ERROR_SHORT_MAX):
         _refuse(
-            kind, f"attends in a way that is not supported: a packed run's logits have a relative error of {error:.2g}"
+            kind, f"attends in a way that is not supported: packed logits are off by {relative_error:.2g} of their size"
         )
     return geometry
 

@@ -28,12 +28,13 @@ if _version_not_supported:
 
 
 class ConductorStub:
-    """A conductor: it sends each request to the engines that answer it soonest.
+    """A conductor sends each request to the engines that are predicted to answer it first.
 
-    Errors are those of kvstore.v1.Engine, with the same trailing metadata. RESOURCE_EXHAUSTED: the request was refused,
-    and `retry-after-ms` says when there may be room. UNAVAILABLE: no engine is there, or too many failed on it.
+    Errors are those of kvstore.v1.Engine, with the same trailing metadata. RESOURCE_EXHAUSTED means that the conductor
+    refused the request; `retry-after-ms` says when it may have capacity. UNAVAILABLE means that no engine is there, or
+    that too many engines failed while they worked on the request.
 
-    Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.
+    A caller proves its identity by metadata `authorization: Bearer TOKEN` or by its client certificate.
     """
 
     def __init__(self, channel):
@@ -60,32 +61,34 @@ class ConductorStub:
 
 
 class ConductorServicer:
-    """A conductor: it sends each request to the engines that answer it soonest.
+    """A conductor sends each request to the engines that are predicted to answer it first.
 
-    Errors are those of kvstore.v1.Engine, with the same trailing metadata. RESOURCE_EXHAUSTED: the request was refused,
-    and `retry-after-ms` says when there may be room. UNAVAILABLE: no engine is there, or too many failed on it.
+    Errors are those of kvstore.v1.Engine, with the same trailing metadata. RESOURCE_EXHAUSTED means that the conductor
+    refused the request; `retry-after-ms` says when it may have capacity. UNAVAILABLE means that no engine is there, or
+    that too many engines failed while they worked on the request.
 
-    Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.
+    A caller proves its identity by metadata `authorization: Bearer TOKEN` or by its client certificate.
     """
 
     def Route(self, request, context):
-        """Where a request would go now, and why: the document that `kvstore route --explain --json` prints. Changes nothing,
-        and nothing is kept for the caller: a gateway that sends the request itself does so at once.
+        """Return where a request would go now, and why, as the document that `kvstore route --explain --json` prints. The
+        call reserves nothing. A gateway that sends the request itself should do so at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request, context):
-        """Answer a prompt, by whatever engines it takes. First `route`, again where another engine goes on; tokens as they are
-        drawn; last `finished`. A caller that goes away, or cancels its call, cancels the request.
+        """Answer a prompt with the engines that the conductor chooses. The first message is `route`; another `route` follows
+        whenever a different engine continues. Tokens are sent as they are drawn, and `finished` is the last message. If
+        the caller cancels the call or disconnects, the request is cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """What the conductor is, whom it knows, what waits.
+        """Return the state of the conductor: its settings, the engines and nodes in its view, and the waiting requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,12 +121,13 @@ def add_ConductorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Conductor:
-    """A conductor: it sends each request to the engines that answer it soonest.
+    """A conductor sends each request to the engines that are predicted to answer it first.
 
-    Errors are those of kvstore.v1.Engine, with the same trailing metadata. RESOURCE_EXHAUSTED: the request was refused,
-    and `retry-after-ms` says when there may be room. UNAVAILABLE: no engine is there, or too many failed on it.
+    Errors are those of kvstore.v1.Engine, with the same trailing metadata. RESOURCE_EXHAUSTED means that the conductor
+    refused the request; `retry-after-ms` says when it may have capacity. UNAVAILABLE means that no engine is there, or
+    that too many engines failed while they worked on the request.
 
-    Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.
+    A caller proves its identity by metadata `authorization: Bearer TOKEN` or by its client certificate.
     """
 
     @staticmethod

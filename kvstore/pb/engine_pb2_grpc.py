@@ -28,13 +28,15 @@ if _version_not_supported:
 
 
 class EngineStub:
-    """An engine: it answers prompts token by token (role decode or both), or computes them for other engines (prefill).
+    """An engine answers prompts token by token (roles decode and both) or computes them for other engines (roles prefill
+    and both).
 
     Errors are those of kvstore.v1.Store, with the same trailing metadata: INVALID_ARGUMENT (`kvstore-field` names the
-    field), RESOURCE_EXHAUSTED (`retry-after-ms` says when to try again), UNAVAILABLE (the engine ends, or is drained),
-    DEADLINE_EXCEEDED, FAILED_PRECONDITION (another model, or another layout of its KV: the message names the fields).
+    field), RESOURCE_EXHAUSTED (`retry-after-ms` says when to try again), UNAVAILABLE (the engine is ending or being
+    drained), DEADLINE_EXCEEDED, FAILED_PRECONDITION (the model or the layout of its KV differs: the message names the
+    fields).
 
-    Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.
+    A caller proves its identity by metadata `authorization: Bearer TOKEN` or by its client certificate.
     """
 
     def __init__(self, channel):
@@ -86,70 +88,75 @@ class EngineStub:
 
 
 class EngineServicer:
-    """An engine: it answers prompts token by token (role decode or both), or computes them for other engines (prefill).
+    """An engine answers prompts token by token (roles decode and both) or computes them for other engines (roles prefill
+    and both).
 
     Errors are those of kvstore.v1.Store, with the same trailing metadata: INVALID_ARGUMENT (`kvstore-field` names the
-    field), RESOURCE_EXHAUSTED (`retry-after-ms` says when to try again), UNAVAILABLE (the engine ends, or is drained),
-    DEADLINE_EXCEEDED, FAILED_PRECONDITION (another model, or another layout of its KV: the message names the fields).
+    field), RESOURCE_EXHAUSTED (`retry-after-ms` says when to try again), UNAVAILABLE (the engine is ending or being
+    drained), DEADLINE_EXCEEDED, FAILED_PRECONDITION (the model or the layout of its KV differs: the message names the
+    fields).
 
-    Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.
+    A caller proves its identity by metadata `authorization: Bearer TOKEN` or by its client certificate.
     """
 
     def Submit(self, request, context):
-        """Answer a prompt. First `accepted`, then tokens as they are drawn, last `finished`; or the call fails. A caller that
-        goes away, or cancels its call, cancels the request.
+        """Answer a prompt. The stream is `accepted`, then tokens as they are drawn, then `finished`, unless the call fails.
+        If the caller cancels the call or disconnects, the request is cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request, context):
-        """Compute a prompt for another engine. First `admitted`, then `progress`, last `done`. The KV stays until it was
-        pulled, Release, or `hold_ms` have passed; it can be pulled while it is being computed, over a data connection
-        (`admitted` says where): bytes of KV travel in no message of gRPC.
+        """Compute a prompt for another engine. The stream is `admitted`, then `progress`, then `done`. The other engine pulls
+        the KV over a data connection, never in gRPC messages; `admitted` has its address. Pulling can begin while the
+        prompt is being computed. The engine keeps the KV until all of it was pulled, until Release, or until `hold_ms`
+        have passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """The KV of a prefill is not needed any more.
+        """Drop the KV of a prefill.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """End a request; its caller is told "cancelled".
+        """End a request. Its caller receives `finished` with the reason "cancelled".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """What the engine is, how busy, and how fast: the document that `kvstore engine status --json` prints.
+        """Return the engine's settings, load and speed, as the document that `kvstore engine status --json` prints.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """For operators.
-        Change what the engine does. What is under way is finished as it began. Without `revision` it also ends a drain.
+        """The following calls are for operators.
+
+        Change the role. Requests that have begun are finished under the old role. Without `revision` this also ends a
+        drain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Migrate(self, request, context):
-        """Let another engine go on with a running request. Its caller keeps its stream and sees no difference.
+        """Let another engine continue a running request. The caller's stream continues without a visible change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Take no new requests. Those that run go on elsewhere, or end here.
+        """Refuse new requests. Running requests continue at the target, or are finished here if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,13 +214,15 @@ def add_EngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Engine:
-    """An engine: it answers prompts token by token (role decode or both), or computes them for other engines (prefill).
+    """An engine answers prompts token by token (roles decode and both) or computes them for other engines (roles prefill
+    and both).
 
     Errors are those of kvstore.v1.Store, with the same trailing metadata: INVALID_ARGUMENT (`kvstore-field` names the
-    field), RESOURCE_EXHAUSTED (`retry-after-ms` says when to try again), UNAVAILABLE (the engine ends, or is drained),
-    DEADLINE_EXCEEDED, FAILED_PRECONDITION (another model, or another layout of its KV: the message names the fields).
+    field), RESOURCE_EXHAUSTED (`retry-after-ms` says when to try again), UNAVAILABLE (the engine is ending or being
+    drained), DEADLINE_EXCEEDED, FAILED_PRECONDITION (the model or the layout of its KV differs: the message names the
+    fields).
 
-    Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.
+    A caller proves its identity by metadata `authorization: Bearer TOKEN` or by its client certificate.
     """
 
     @staticmethod

@@ -27,19 +27,23 @@ if _version_not_supported:
 
 
 class StoreStub:
-    """A node of kvstore, for programs that share no memory with it, in any language.
+    """A node of kvstore, for programs in any language that share no memory with it.
 
-    A prompt's KV cache is stored in pages of `Layout.page_tokens` tokens; a page's bytes are in the order
-    [layer][kv_head][token][content], `page_bytes` of them. Pages are found by the tokens before and inside them, under the
-    caller's layout, salt and adapter. A miss is a shorter reply, never an error.
+    The KV cache of a prompt is stored in pages of `Layout.page_tokens` tokens. A page has `page_bytes` bytes in the
+    order [layer][kv_head][token][content]. A page is identified by its tokens and all tokens before it, together with
+    the caller's layout, salt and adapter. A miss shortens the reply and is never an error.
 
-    Errors: INVALID_ARGUMENT (the message names the field; nothing was changed), UNAUTHENTICATED (no identity, or an
-    expired one), PERMISSION_DENIED (not this identity's salt, or for operators only), RESOURCE_EXHAUSTED (no room, a quota
-    or too many calls; trailing metadata `retry-after-ms` says when to try again), UNAVAILABLE, DEADLINE_EXCEEDED,
-    ABORTED (a lease or reservation is over), FAILED_PRECONDITION (other versions), UNIMPLEMENTED (another version). The
-    trailing metadata `kvstore-error` names the class in kvstore/errors.py, `kvstore-field` the field of INVALID_ARGUMENT.
+    Errors:
+    INVALID_ARGUMENT     a field is invalid; nothing was changed. Trailing metadata `kvstore-field` names the field
+    UNAUTHENTICATED      the identity is missing or expired
+    PERMISSION_DENIED    the identity may not use this salt, or the call is for operators
+    RESOURCE_EXHAUSTED   no space, a quota or too many calls. Trailing metadata `retry-after-ms` says when to try again
+    UNAVAILABLE, DEADLINE_EXCEEDED
+    ABORTED              the lease or reservation has ended
+    FAILED_PRECONDITION, UNIMPLEMENTED   the versions of client and node do not match
+    Trailing metadata `kvstore-error` names the class in kvstore/errors.py.
 
-    Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.
+    A caller proves its identity by metadata `authorization: Bearer TOKEN` or by its client certificate.
     """
 
     def __init__(self, channel):
@@ -181,59 +185,65 @@ class StoreStub:
 
 
 class StoreServicer:
-    """A node of kvstore, for programs that share no memory with it, in any language.
+    """A node of kvstore, for programs in any language that share no memory with it.
 
-    A prompt's KV cache is stored in pages of `Layout.page_tokens` tokens; a page's bytes are in the order
-    [layer][kv_head][token][content], `page_bytes` of them. Pages are found by the tokens before and inside them, under the
-    caller's layout, salt and adapter. A miss is a shorter reply, never an error.
+    The KV cache of a prompt is stored in pages of `Layout.page_tokens` tokens. A page has `page_bytes` bytes in the
+    order [layer][kv_head][token][content]. A page is identified by its tokens and all tokens before it, together with
+    the caller's layout, salt and adapter. A miss shortens the reply and is never an error.
 
-    Errors: INVALID_ARGUMENT (the message names the field; nothing was changed), UNAUTHENTICATED (no identity, or an
-    expired one), PERMISSION_DENIED (not this identity's salt, or for operators only), RESOURCE_EXHAUSTED (no room, a quota
-    or too many calls; trailing metadata `retry-after-ms` says when to try again), UNAVAILABLE, DEADLINE_EXCEEDED,
-    ABORTED (a lease or reservation is over), FAILED_PRECONDITION (other versions), UNIMPLEMENTED (another version). The
-    trailing metadata `kvstore-error` names the class in kvstore/errors.py, `kvstore-field` the field of INVALID_ARGUMENT.
+    Errors:
+    INVALID_ARGUMENT     a field is invalid; nothing was changed. Trailing metadata `kvstore-field` names the field
+    UNAUTHENTICATED      the identity is missing or expired
+    PERMISSION_DENIED    the identity may not use this salt, or the call is for operators
+    RESOURCE_EXHAUSTED   no space, a quota or too many calls. Trailing metadata `retry-after-ms` says when to try again
+    UNAVAILABLE, DEADLINE_EXCEEDED
+    ABORTED              the lease or reservation has ended
+    FAILED_PRECONDITION, UNIMPLEMENTED   the versions of client and node do not match
+    Trailing metadata `kvstore-error` names the class in kvstore/errors.py.
 
-    Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.
+    A caller proves its identity by metadata `authorization: Bearer TOKEN` or by its client certificate.
     """
 
     def About(self, request, context):
-        """What the node is, and what this caller may do.
+        """Return facts about the node, and the rights of the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """How many leading pages of a prompt are stored. A hint: nothing is kept for the caller.
+        """Return how many leading pages of a prompt are stored. The result is a hint: pages may be evicted right afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """The leading pages of a prompt that are stored: first one `match`, then data in order, then nothing.
+        """Read the leading pages of a prompt that are stored. The stream is one `match`, then the data in order. If fewer
+        bytes were sent than announced, a last `match` says how many pages really came.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Bring the stored prefix from NVMe to DRAM; replies with what is in DRAM then.
+        """Copy the stored prefix from NVMe to DRAM. The reply describes what is in DRAM afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request_iterator, context):
-        """Store pages: first one `begin`, then data in order. Without a reservation whole pages are sealed as they come, and
-        stay where a later message is refused; with one, data may be any byte ranges, and Seal ends it.
+        """Store pages. The stream is one `begin`, then data. Without a reservation, data comes in order. Each page is sealed
+        once it is complete, and stays stored if a later message is refused. With a reservation, data may be any byte
+        ranges, and a Seal call must follow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Take frames for pages that are not stored yet, to be written in any order, layer by layer for example.
+        """Reserve frames for pages that are not stored yet. They can be written in any order, for example layer by layer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -252,7 +262,7 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Lease(self, request, context):
-        """Keep the stored pages of a prompt where they are for some time.
+        """Protect the stored pages of a prompt from eviction for some time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -271,14 +281,15 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PutObject(self, request_iterator, context):
-        """Values under string keys. Put: first one `begin`, then data in order.
+        """The next five calls are about objects, which are values under string keys. The stream of PutObject is one `begin`,
+        then data in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetObject(self, request, context):
-        """First one `size_bytes` (with found), then data in order.
+        """The first message has `found` and `size_bytes`. Data follows in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -291,28 +302,28 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteObjects(self, request, context):
-        """Returns how many were there.
+        """Delete objects. Returns how many of them existed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearObjects(self, request, context):
-        """Delete all of a salt whose key begins with a prefix. Returns how many were there.
+        """Delete all objects of a salt whose keys begin with a prefix. Returns their number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stats(self, request, context):
-        """For operators. Replies are the documents that `kvstore ... --json` prints.
+        """The following calls are for operators. Their replies are the documents that `kvstore ... --json` prints.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pages(self, request, context):
-        """Which stored pages there are.
+        """List stored pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -325,7 +336,7 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keep the stored pages of a prompt until some time, whoever uses them. Of one's own salts, for everybody.
+        """Protect the stored pages of a prompt from eviction until a deadline. Any caller may pin pages of its own salts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -350,25 +361,26 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """What happens to pages, from now on or from a number on: {"seq", "time_ns", "kind", "tier", "reason", "keys"}.
-        First {"seq"}, where it begins; {"seq", "lost"} where so many were overwritten before they could be sent. Ends well
-        shortly before the call's deadline: go on after the last `seq`.
+        """Stream what happens to pages, from now on or after an event number. The first message is {"seq"}, the number at
+        which the stream begins. An event is {"seq", "time_ns", "kind", "tier", "reason", "keys"}. {"seq", "lost"} means
+        that `lost` events were overwritten before they could be sent. The stream ends without an error shortly before the
+        call's deadline; call again with `after` set to the last `seq`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchPages(self, request, context):
-        """Which pages the node has, for who routes requests: first all of them, in batches, then what comes and goes. A
-        caller that takes them too slowly is told everything again, in a new stream. Ends well shortly before the call's
-        deadline: ask again.
+        """Stream which pages the node has, for routers of requests: first all pages, in batches, then changes. If a caller
+        reads too slowly, the node starts over with a new `stream` number and sends all pages again. The stream ends
+        without an error shortly before the call's deadline; call again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Admin(self, request, context):
-        """Any administrative call by its name: {"call": "evict", "tier": "dram", "pages": 10}.
+        """Make any administrative call by its name, for example {"call": "evict", "tier": "dram", "pages": 10}.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -516,19 +528,23 @@ def add_StoreServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Store:
-    """A node of kvstore, for programs that share no memory with it, in any language.
+    """A node of kvstore, for programs in any language that share no memory with it.
 
-    A prompt's KV cache is stored in pages of `Layout.page_tokens` tokens; a page's bytes are in the order
-    [layer][kv_head][token][content], `page_bytes` of them. Pages are found by the tokens before and inside them, under the
-    caller's layout, salt and adapter. A miss is a shorter reply, never an error.
+    The KV cache of a prompt is stored in pages of `Layout.page_tokens` tokens. A page has `page_bytes` bytes in the
+    order [layer][kv_head][token][content]. A page is identified by its tokens and all tokens before it, together with
+    the caller's layout, salt and adapter. A miss shortens the reply and is never an error.
 
-    Errors: INVALID_ARGUMENT (the message names the field; nothing was changed), UNAUTHENTICATED (no identity, or an
-    expired one), PERMISSION_DENIED (not this identity's salt, or for operators only), RESOURCE_EXHAUSTED (no room, a quota
-    or too many calls; trailing metadata `retry-after-ms` says when to try again), UNAVAILABLE, DEADLINE_EXCEEDED,
-    ABORTED (a lease or reservation is over), FAILED_PRECONDITION (other versions), UNIMPLEMENTED (another version). The
-    trailing metadata `kvstore-error` names the class in kvstore/errors.py, `kvstore-field` the field of INVALID_ARGUMENT.
+    Errors:
+    INVALID_ARGUMENT     a field is invalid; nothing was changed. Trailing metadata `kvstore-field` names the field
+    UNAUTHENTICATED      the identity is missing or expired
+    PERMISSION_DENIED    the identity may not use this salt, or the call is for operators
+    RESOURCE_EXHAUSTED   no space, a quota or too many calls. Trailing metadata `retry-after-ms` says when to try again
+    UNAVAILABLE, DEADLINE_EXCEEDED
+    ABORTED              the lease or reservation has ended
+    FAILED_PRECONDITION, UNIMPLEMENTED   the versions of client and node do not match
+    Trailing metadata `kvstore-error` names the class in kvstore/errors.py.
 
-    Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.
+    A caller proves its identity by metadata `authorization: Bearer TOKEN` or by its client certificate.
     """
 
     @staticmethod
