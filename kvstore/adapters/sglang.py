@@ -177,8 +177,8 @@ class KVStoreHiCache(HiCacheStorage):
         usable_lengths = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
             is_stored = self._contains(transfer.name, keys[:pages])
-            # This policy's number of trailing pages that the pool needs. A policy not listed here is not supported, so
-            # its pool never hits.
+            # How many trailing pages of a prefix the pool needs, by its policy. Other policies are not supported: their
+            # pools never hit.
             pages_by_policy = {
                 PoolHitPolicy.ALL_PAGES: pages,
                 PoolHitPolicy.TRAILING_PAGES: max(1, len(transfer.keys or [])),

@@ -33,9 +33,9 @@ def prefix_cache(model: PreTrainedModel, store: Store, *, salt: str = "", page_t
         page_tokens: tokens of a page; only full pages are stored.
 
     Raises:
-        InvalidRequest: the field is "model" if the model is not served, because it has layers with a sliding window, a
-            state or no cache of their own, an encoder, quantised weights, adapters, hooks, or unknown modules. It is
-            "autocast" if autocast is on. Otherwise it names the invalid argument.
+        InvalidRequest: the field is "model" if the model is not served. It may have layers with a sliding window, a
+            state or no cache of their own, an encoder, quantised weights, adapters, hooks, or unknown modules. The
+            field is "autocast" if autocast is on. Otherwise it names the invalid argument.
     """
     return PromptCache(model, store, salt, page_tokens)
 

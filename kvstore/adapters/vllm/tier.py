@@ -3,9 +3,9 @@
     {"type": "KVStoreTier", "module_path": "kvstore.adapters.vllm.tier", "node": "pool"}
 
 vLLM identifies its chunks by hashes of its own, so the store keeps them as opaque objects. An object's name contains
-the chunk's hash and size, a digest of the model's folder, and everything that distinguishes folders of vLLM's file tier
-(model, dtype, groups, ranks, format). Lookups read the node's mapped index in the scheduler's thread. Two threads copy
-chunks, one for loads and one for stores.
+the chunk's hash and size, and a digest of the model's folder. It also contains everything that distinguishes folders of
+vLLM's file tier (model, dtype, groups, ranks, format). Lookups read the node's mapped index in the scheduler's thread.
+Two threads copy chunks, one for loads and one for stores.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 there.
 
 Loads run in a thread and a stream of their own. Their writes come after the work that is already in the computing
-stream, because a running step may still write into the blocks of a request that has just ended. A load has ended when
-the work in its stream is done. Blocks whose load failed are reported to vLLM, which recomputes them.
+stream: a running step may still write into the blocks of a request that has just ended. A load has ended when the work
+in its stream is done. Blocks whose load failed are reported to vLLM, which recomputes them.
 
 Saves copy pages out of their blocks before the step ends, because another request may own the blocks in the next step.
 On a GPU the computing stream makes this copy and no thread waits for it. Once the copy is done, a thread stores the

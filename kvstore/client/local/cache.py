@@ -312,8 +312,8 @@ class LocalCache(PrefixCache):
         wait: bool = False,
         retention: Retention | Sequence[Retention] = (),
     ) -> int:
-        """Store pages, and return how many are new. Without ``wait`` they are published, and the node seals them
-        later."""
+        """Store pages, and return how many are new. Without ``wait``, pages are published where that is possible, and
+        the node seals them later."""
         start_ns = time.monotonic_ns()
         put = self._start_put(self._keys_to_store(tokens, extras, retention), pages, checksum, wait)
         new = put.result()

@@ -394,11 +394,11 @@ os.register_at_fork(after_in_child=_refuse_in_child)
 class Claims:
     """The pages that each writer of a session writes. It keeps two writers from getting the same frames. Thread-safe.
 
-    The node distinguishes sessions, not writers. If a shard asks twice for its group's pages, the node returns the
-    frames that the session already has, because the first reply may have been lost when the daemon ended. All writers
-    of a session are in one process, so this class decides which of them may ask. A page of a shard and group belongs to
-    one writer until that writer has sealed or revoked it, regardless of daemon restarts and deadlines. When a writer is
-    dropped, its claims end.
+    The node distinguishes sessions, not writers. A shard may request its group's pages twice, because the first reply
+    was lost when the daemon ended. The node then returns the frames that the session already has. All writers of a
+    session are in one process, so this class decides which of them may request frames. A page of a shard and group
+    belongs to one writer until that writer has sealed or revoked it, regardless of daemon restarts and deadlines. When
+    a writer is dropped, its claims end.
     """
 
     def __init__(self) -> None:

@@ -8,8 +8,8 @@ A process that fetches pages reserves frames under their keys (``ArrivingPages``
 write group for this, so only one of them fetches a given page. The others see the reservation, and wait until the page
 is stored. A page is received directly in its final frame, and sealed after it is verified.
 
-Pages that are only in memory that local engines have mounted are also copied to the node, if they must stay longer than
-an engine waits for its readers: for a lease, or as parents of fetched pages.
+Pages that are only in the mounted memory of local engines are copied to the node too, for a lease or as parents of
+fetched pages. These uses need the pages longer than an engine waits for its readers.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class FrameReservation(Enum):
 class ArrivingPages:
     """Reserved frames of the local node, into which pages of other nodes are received. Used by one thread.
 
-    ``reserve`` reserves frames for the leading pages of ``keys``, the caller receives pages in ``rows``, and ``seal``
-    stores the leading verified pages and returns the frames of the others. Nothing may write into the frames after
-    that, so the transfer has ended or its connection is closed.
+    ``reserve`` reserves frames for the leading pages of ``keys``. The caller receives pages in ``rows``. ``seal``
+    stores the leading verified pages, and returns the frames of the others. Nothing may write into the frames after
+    that. So the caller ends the transfer, or closes its connection, before.
 
     If bytes may still arrive (``leave``), the frames of missing pages stay reserved until their deadline. Then they are
     QUARANTINED until the transfer is over or this process has ended. The deadline and the end of this process act as

@@ -72,7 +72,8 @@ class LocalStore(Store, LocalObjects):
             time.sleep(0.005)
 
     def renew_session(self) -> None:
-        """Replace the session with the daemon by a new one. The frames and leases of the old session end."""
+        """End the session and begin a new one. The frames and leases of the old session end, and calls in progress
+        fail."""
         mapped = self._node.mapped()
         if mapped is not None and isinstance(mapped.channel, SocketChannel):
             mapped.channel.ended = True
@@ -140,8 +141,8 @@ class LocalStore(Store, LocalObjects):
     def _is_daemon_ready(self, mapped: MappedNode) -> bool:
         """Return whether the daemon is ready and had a recent heartbeat. A stopped process still holds its lock, but
         takes no requests."""
-        heartbeat_ns = time.monotonic_ns() - mapped.header.heartbeat_ns
-        return mapped.header.state == DaemonState.READY and heartbeat_ns < HEARTBEAT_NS_MAX and self._has_daemon()
+        heartbeat_age_ns = time.monotonic_ns() - mapped.header.heartbeat_ns
+        return mapped.header.state == DaemonState.READY and heartbeat_age_ns < HEARTBEAT_NS_MAX and self._has_daemon()
 
     def _header_stats(self) -> dict[str, Any]:
         """Return the statistics in the node's files."""

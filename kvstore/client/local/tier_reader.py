@@ -35,7 +35,7 @@ class MappedExtent:
         words: generation and state of each frame, uint64 ``[frames]``; read-only, like the next four.
         identity: key, root, extra and tokens of each page, uint8 ``[frames, 48 + 4 * page_tokens]``.
         roots: the root of each page, uint8 ``[frames, 16]``.
-        info: flags and sizes of each record, uint64 ``[frames]``.
+        info: payload size, shards and flags of each record, uint64 ``[frames]``; see ``RecordFormat``.
         checksums: uint32 ``[frames, layers]``.
         uses: the table that clients write.
         last_use: a column of ``uses``, uint64 ``[frames]``.

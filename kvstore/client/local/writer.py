@@ -189,9 +189,9 @@ _DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT), int(Status.BU
 class LocalWriter(Writer):
     """A writer that copies each byte once, into its frame. It records its progress in shared memory, for readers.
 
-    A writer of whole pages takes frames that were granted ahead, publishes which pages they are for, and at the end
-    publishes the pages, as a put does. So it need not wait for the node. A writer of a shard reserves frames under
-    their keys, and seals them by requests.
+    A writer of whole pages takes frames that were granted ahead, and publishes which pages it writes into them. At the
+    end it publishes the pages, as a put does. So it need not wait for the node. A writer of a shard reserves frames
+    under their keys, and seals them by requests.
     """
 
     TAKES_DEVICE = True
@@ -241,8 +241,8 @@ class LocalWriter(Writer):
     def _take_granted(self, mapped: MappedNode) -> bool:
         """Take frames that were granted ahead, and request the few that are missing.
 
-        Return False if frames must be reserved instead: if this is a shard, if a put would have to wait for the node,
-        if the parent page is only on NVMe, or if no frames are free.
+        Return False if frames must be reserved instead. This is so for a shard, where a put would have to wait for the
+        node, if the parent page is only on NVMe, and if no frames are free.
         """
         keys, publisher = self._keys, mapped.channel.publisher
         if not self._is_whole or publisher is None or not LocalPut.may_publish(mapped):
