@@ -112,7 +112,7 @@ class Departures:
             return None
         if not extent.grants or is_object_class(extent.pool.frame_class):
             return None
-        count = extent.alike(frame, min(most, RUN_MAX) - 1)
+        count = extent.similar_before(frame, min(most, RUN_MAX) - 1)
         run = pages.records.run(number, slice(frame - count, frame + 1))
         keys, parents = run.keys[:-KEY_BYTES], run.parents[KEY_BYTES:]
         if keys != parents:

@@ -442,7 +442,7 @@ class Mount(BaseEvent):
 
 
 @dataclass(slots=True)
-class FoundMount(BaseEvent):
+class RestoreMount(BaseEvent):
     """A start has found the records of a segment whose engine is alive, and these pages in it."""
 
     now_ns: int
@@ -569,7 +569,7 @@ Event = (
     | RestorePins
     | Unpin
     | Mount
-    | FoundMount
+    | RestoreMount
     | Publish
     | Retract
     | Unmount

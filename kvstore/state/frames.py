@@ -53,7 +53,7 @@ class Extent:
         """Return the number of frames in ``state``."""
         return self.state.count(state)
 
-    def alike(self, frame: int, most: int) -> int:
+    def similar_before(self, frame: int, most: int) -> int:
         """Return how many frames just before this one, up to ``most``, hold a page of its root with one child."""
         for values, value in ((self.state, _SEALED), (self.children, 1), (self.owner, self.owner[frame])):
             before = values[max(0, frame - most) : frame]
@@ -63,27 +63,27 @@ class Extent:
                 most = next((back for back, other in enumerate(reversed(before)) if other != value), len(before))
         return most
 
-    def hang(self, frame: int, children: int) -> None:
+    def set_children(self, frame: int, children: int) -> None:
         """Set the number of children of the page in this frame."""
         try:
             self.children[frame] = children
         except OverflowError:
             self.children = _wider(self.children)
-            self.hang(frame, children)
+            self.set_children(frame, children)
 
-    def own(self, frame: int, owner: int) -> None:
+    def set_owner(self, frame: int, owner: int) -> None:
         """Set the number of the root whose page is, or will be, in this frame."""
         try:
             self.owner[frame] = owner
         except OverflowError:
             self.owner = _wider(self.owner)
-            self.own(frame, owner)
+            self.set_owner(frame, owner)
 
     def release(self, frames: Iterable[int]) -> None:
         """Add these frames to the free ones."""
         self.free.extend(frames)
         if self.grants:
-            self.pool.roomy[self.number] = self
+            self.pool.extents_with_free[self.number] = self
 
     def take(self, count: int) -> list[int]:
         """Take up to ``count`` free frames, in ascending order. Short runs come first, so that long ones remain."""
@@ -103,9 +103,9 @@ class Extent:
     def restore(self, free: list[int]) -> None:
         """Set the free frames, at a start."""
         self.free = deque(free)
-        self.pool.roomy.pop(self.number, None)
+        self.pool.extents_with_free.pop(self.number, None)
         if free and self.grants:
-            self.pool.roomy[self.number] = self
+            self.pool.extents_with_free[self.number] = self
 
     @property
     def grants(self) -> bool:
@@ -115,7 +115,7 @@ class Extent:
     def close(self) -> None:
         """Stop granting frames for good."""
         self.closed = True
-        self.pool.roomy.pop(self.number, None)
+        self.pool.extents_with_free.pop(self.number, None)
 
     def set_late(self, late: bool) -> None:
         """Stop granting frames while the device does not answer (``late``), or grant them again."""
@@ -148,7 +148,7 @@ class ClassPool:
         ready: the same for cold pages that may be evicted at once.
         by_base: ``slot_base // frames_per_extent`` -> extent.
         spare_bases: keys of ``by_base`` that belonged to dropped extents.
-        roomy: extents with frames that can be taken, by number.
+        extents_with_free: extents with frames that can be taken, by number.
         granted_ahead: RESERVED frames without a key, over all sessions.
         used_ns: when frames of this class were last requested.
     """
@@ -161,7 +161,7 @@ class ClassPool:
     extents: dict[int, Extent] = field(default_factory=dict)
     by_base: dict[int, Extent] = field(default_factory=dict)
     spare_bases: list[int] = field(default_factory=list)
-    roomy: dict[int, Extent] = field(default_factory=dict)
+    extents_with_free: dict[int, Extent] = field(default_factory=dict)
     granted_ahead: int = 0
     used_ns: int = 0
 
@@ -205,19 +205,19 @@ class ClassPool:
     @property
     def free(self) -> int:
         """Number of frames that can be taken."""
-        return sum(len(extent.free) for extent in self.roomy.values())
+        return sum(len(extent.free) for extent in self.extents_with_free.values())
 
     def take(self, count: int, avoid: Extent | None = None) -> list[tuple[Extent, list[int]]]:
         """Take up to ``count`` free frames, in ascending order within an extent, so that one copy serves a run."""
         taken: list[tuple[Extent, list[int]]] = []
-        for extent in sorted(self.roomy.values(), key=lambda e: len(e.free), reverse=True):
+        for extent in sorted(self.extents_with_free.values(), key=lambda e: len(e.free), reverse=True):
             if extent is avoid or count == 0:
                 continue
             frames = extent.take(count)
             taken.append((extent, frames))
             count -= len(frames)
             if not extent.free:
-                del self.roomy[extent.number]
+                del self.extents_with_free[extent.number]
         return taken
 
 
@@ -330,7 +330,7 @@ class Segment:
         base = pool.spare_bases.pop() if pool.spare_bases else len(pool.by_base)
         extent = Extent(number, position, pool, base * pool.frames_per_extent)
         pool.by_base[base] = extent
-        pool.extents[number] = self.extents[number] = pool.roomy[number] = extent
+        pool.extents[number] = self.extents[number] = pool.extents_with_free[number] = extent
         pool.policy.resize(pool.frames)
         return extent
 
@@ -348,7 +348,7 @@ class Segment:
         base = extent.slot_base // pool.frames_per_extent
         del pool.by_base[base], pool.extents[extent.number], self.extents[extent.number]
         pool.spare_bases.append(base)
-        pool.roomy.pop(extent.number, None)
+        pool.extents_with_free.pop(extent.number, None)
         self._vacate(extent.position)
         pool.policy.resize(pool.frames)
 
@@ -417,7 +417,9 @@ class Segment:
     def empty(self, taker: ClassPool, now_ns: int) -> list[Extent]:
         """Return the empty extents of other classes that may give one."""
         givers = [pool for pool in self.pools.values() if pool is not taker and self._may_give(pool, now_ns)]
-        return [extent for pool in givers for extent in pool.roomy.values() if len(extent.free) == extent.frames]
+        return [
+            extent for pool in givers for extent in pool.extents_with_free.values() if len(extent.free) == extent.frames
+        ]
 
     def _may_give(self, pool: ClassPool, now_ns: int) -> bool:
         """Return True if the class keeps another extent, or no frame of it was requested during ``IDLE_NS``."""

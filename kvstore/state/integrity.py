@@ -102,7 +102,7 @@ def _frames(space: Space, snapshots: list[Snapshot]) -> list[str]:
         wrong += [f"extent {number} frame {f}: listed free, is not" for f in free if extent.state[f] != FrameState.FREE]
         if extent.sealed != counts[SEALED]:
             wrong.append(f"extent {number}: counts {extent.sealed} sealed, has {counts[SEALED]}")
-        if (number in extent.pool.roomy) != (bool(free) and extent.grants):
+        if (number in extent.pool.extents_with_free) != (bool(free) and extent.grants):
             wrong.append(f"extent {number}: {len(free)} frames are free, and its class does not list it accordingly")
         if number in by_extent:
             words = np.frombuffer(extent.generation, np.uint64) << np.uint64(8)

@@ -98,7 +98,7 @@ class Mounts:
             ev.Publish: self._publish,
             ev.Retract: self._retract,
             ev.Unmount: self._unmount,
-            ev.FoundMount: self._restore,
+            ev.RestoreMount: self._restore,
         }
 
     def entries(self) -> Iterator[tuple[bytes, Address]]:
@@ -140,7 +140,7 @@ class Mounts:
         self.segments[number] = MountedSegment(number, event.session, event.frame_class, event.frames)
         return [do.WriteMounts(len(self.segments), number + 1), do.Reply(detail={"segment": number})]
 
-    def _restore(self, event: ev.FoundMount) -> list[do.Instruction]:
+    def _restore(self, event: ev.RestoreMount) -> list[do.Instruction]:
         """Restore a segment whose records a start has found. Whether its engine still lives is checked again."""
         self._sessions.setdefault(event.session, ClientSession())
         self._numbers.skip(event.segment + 1)

@@ -402,7 +402,7 @@ class NodeState:
         space = self.space_of(event.address.extent)
         if space.pages.sealed(event.address):
             self.counters[f"damaged_{event.reason}"] += 1
-            family = space.pages.family(event.address, event.key)
+            family = space.pages.with_descendants(event.address, event.key)
             held = self.writing.drop_children(list(family.values()), out) if space is self.space else []
             self.pins.lost(space, family.values())
             held += self.tiering.copies.held_pages(space) + self.pins.held_pages(space)

@@ -256,7 +256,7 @@ class TierPages:
     def seal(self, address: Address, key: bytes, root: bytes, parent: Address | None, info: int) -> None:
         """Seal a page in a frame for which a page of ``root`` was expected. ``info`` is its ``standing``.
 
-        The caller writes the instruction, and calls ``leaf`` for ends of chains.
+        The caller writes the instruction, and calls ``offer_leaf`` for ends of chains.
         """
         extent = self.segment.extents[address.extent]
         extent.state[address.frame] = SEALED
@@ -276,7 +276,7 @@ class TierPages:
             size, before = extent.pool.frame_class.frame_bytes, extent.owner[address.frame]
             if before:
                 self.holdings.expect(before, -size)
-            extent.own(address.frame, number)
+            extent.set_owner(address.frame, number)
             self.holdings.expect(number, size)
 
     def seal_chain(
@@ -313,7 +313,7 @@ class TierPages:
             extent.children[frame] = 1
             if before := extent.owner[frame]:
                 self.holdings.expect(before, -size)
-            extent.own(frame, root)
+            extent.set_owner(frame, root)
             extent.sealed += 1
         self.holdings.add(root, len(addresses), len(addresses) * size)
 
@@ -336,7 +336,7 @@ class TierPages:
         extent = self.segment.extents[address.extent]
         if extent.children[address.frame] == 0:
             extent.pool.withdraw(extent.slot_base + address.frame)
-        extent.hang(address.frame, extent.children[address.frame] + 1)
+        extent.set_children(address.frame, extent.children[address.frame] + 1)
 
     def unhold(self, address: Address, saved_ms: int | None = None) -> None:
         """End one hold. Without any other hold the page may be evicted, in the order of its own last use.
@@ -354,7 +354,7 @@ class TierPages:
             else:
                 extent.pool.offer(slot, page)
 
-    def leaf(self, address: Address, key: bytes, used_ms: int) -> None:
+    def offer_leaf(self, address: Address, key: bytes, used_ms: int) -> None:
         """Offer a page that this event has sealed with ``seal`` for eviction, if it has no children."""
         extent = self.segment.extents[address.extent]
         if extent.children[address.frame] == 0:
@@ -383,9 +383,9 @@ class TierPages:
         freed = self._renew(old, state)
         target.state[place] = SEALED
         target.span[place] = source.span[frame]
-        target.hang(place, children)
+        target.set_children(place, children)
         target.sealed += 1
-        target.own(place, owner)
+        target.set_owner(place, owner)
         self.holdings.add(owner, 1, target.pool.frame_class.frame_bytes)
         if children == 0 and self.holdings.limited:
             self.leaves.add(target, place, page)
@@ -503,7 +503,7 @@ class TierPages:
 
     # --- damage -----------------------------------------------------------------------------------------------------
 
-    def family(self, address: Address, key: bytes) -> dict[Address, bytes]:
+    def with_descendants(self, address: Address, key: bytes) -> dict[Address, bytes]:
         """Return the page and all its descendants, with keys. ``key``: its true key; the record may be damaged."""
         snapshots = self.records.snapshots()
         for snapshot in snapshots:
@@ -557,10 +557,10 @@ class TierPages:
             extent.children = array("B", bytes(extent.frames))
         addresses = [links.address(i) for i in range(len(counts))]
         for address, count in zip(addresses, counts, strict=True):
-            self.segment.extents[address.extent].hang(address.frame, count)
+            self.segment.extents[address.extent].set_children(address.frame, count)
         for address in held:
             extent = self.segment.extents[address.extent]
-            extent.hang(address.frame, extent.children[address.frame] + 1)
+            extent.set_children(address.frame, extent.children[address.frame] + 1)
         self._relist(addresses)
         return links
 

@@ -395,7 +395,7 @@ class Writing:
         self._unhold_parent(page)
         self._remove(page, out)
         self.space.pages.seal(page.address, page.key, page.root, parent, info)
-        self.space.pages.leaf(page.address, page.key, self.space.pages.now_ns // 1_000_000)
+        self.space.pages.offer_leaf(page.address, page.key, self.space.pages.now_ns // 1_000_000)
         out.append(
             do.WriteSealed([page.address], [page.key], [info], spans=spans_at(self.space.segment, [page.address]))
         )

@@ -451,8 +451,8 @@ def test_counts_and_owners_are_as_wide_as_their_largest() -> None:
     segment.populated = {0}
     extent = segment.carve(segment.pool(SMALL), 0)
     for largest, width in ((255, 1), (256, 2), (1 << 16, 4), (7, 4)):
-        extent.hang(3, largest)
-        extent.own(5, largest)
+        extent.set_children(3, largest)
+        extent.set_owner(5, largest)
         assert list(extent.children) == [0, 0, 0, largest, 0, 0, 0, 0]
         assert list(extent.owner) == [0, 0, 0, 0, 0, largest, 0, 0]
         assert extent.children.itemsize == extent.owner.itemsize == width

@@ -193,11 +193,11 @@ class MountsWorld:
         return state
 
     @staticmethod
-    def found(session: int, number: int, held: Held) -> ev.FoundMount:
+    def found(session: int, number: int, held: Held) -> ev.RestoreMount:
         pages = sorted(held.pages.items())
         addresses = [Address(number, frame, generation) for frame, (generation, _, _) in pages]
         keys, roots = [key for _, (_, key, _) in pages], [root for _, (_, _, root) in pages]
-        return ev.FoundMount(0, session, number, held.frame_class, FRAMES, addresses, keys, roots, [5] * len(pages))
+        return ev.RestoreMount(0, session, number, held.frame_class, FRAMES, addresses, keys, roots, [5] * len(pages))
 
     # --- what must hold ---------------------------------------------------------------------------------------------
 

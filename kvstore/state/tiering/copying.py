@@ -176,7 +176,7 @@ class CopyBatches:
     def seal_arrived(self, batch: CopyBatch, heads: Rows, failed: Iterable[int]) -> Arrival:
         """Seal each page that was copied completely, is still the chosen page, and has its parent in the target tier.
 
-        The caller writes the instructions, calls ``TierPages.leaf`` for ends of chains, and then calls ``finish``.
+        The caller writes the instructions, calls ``TierPages.offer_leaf`` for ends of chains, and then ``finish``.
         """
         source, target = batch.source, batch.target
         arrival = Arrival()

@@ -316,7 +316,7 @@ class Demotion:
             targets, keys = [page.target for page in arrived], [page.key for page in arrived]
             used_ns = [self.upper.pages.records.last_use_ns(*page.source[:2]) for page in arrived]
             for page, used in zip(arrived, used_ns, strict=True):
-                self.lower.pages.leaf(page.target, page.key, used // 1_000_000)
+                self.lower.pages.offer_leaf(page.target, page.key, used // 1_000_000)
             out.append(do.WriteUse(targets, used_ns))
             heads = event.heads[arrival.places]
             sealed = do.WriteSealed(targets, keys, arrival.standings, heads, arrival.parents, cause="save")

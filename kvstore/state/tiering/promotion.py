@@ -143,7 +143,7 @@ class Promotion:
             targets, keys = [batch.pages[i].target for i in places], [batch.pages[i].key for i in places]
             for i in places:
                 self._forget_reads(batch.pages[i].source)
-                self.upper.pages.leaf(batch.pages[i].target, batch.pages[i].key, event.now_ns // 1_000_000)
+                self.upper.pages.offer_leaf(batch.pages[i].target, batch.pages[i].key, event.now_ns // 1_000_000)
             out.append(do.WriteUse(targets, [event.now_ns] * len(places)))
             rows, sums = event.rows[places], event.checksums[places]
             spans = spans_at(self.upper.segment, targets)

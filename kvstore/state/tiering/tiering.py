@@ -207,7 +207,7 @@ class Tiering:
             space.pages.seal(address, key, root, parent, event.standings[i])
             adopted.append(i)
         for i in adopted:
-            space.pages.leaf(event.addresses[i], keys[i], event.now_ns // 1_000_000)
+            space.pages.offer_leaf(event.addresses[i], keys[i], event.now_ns // 1_000_000)
         space.pages.holdings.suspect = space.pages.holdings.limited
         if adopted:
             addresses = [event.addresses[i] for i in adopted]

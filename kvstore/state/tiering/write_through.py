@@ -392,7 +392,7 @@ class WriteThrough(WriteThroughBase):
         targets, keys = [page.target for page in pages], [page.key for page in pages]
         used_ns = [self.upper.pages.records.last_use_ns(*page.source[:2]) for page in pages]
         for page, used in zip(pages, used_ns, strict=True):
-            self.lower.pages.leaf(page.target, page.key, used // 1_000_000)
+            self.lower.pages.offer_leaf(page.target, page.key, used // 1_000_000)
         out.append(do.WriteUse(targets, used_ns))
         standings = [page.standing for page in pages]
         spans = spans_at(self.lower.segment, targets)

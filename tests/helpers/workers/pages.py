@@ -416,7 +416,7 @@ def stopped_in_index(a: Arguments) -> None:
         mapped = node_of(store).mapped()
         assert mapped is not None
         before = list(mapped.index.scan(Tier.DRAM))
-        held = mapped.index.hold()
+        held = mapped.index.snapshot()
         log("inside", epoch=mapped.epoch)
         os.kill(os.getpid(), signal.SIGSTOP)
         after = list(held.pop(Tier.DRAM))
