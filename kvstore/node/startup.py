@@ -488,7 +488,7 @@ def read_extent(table: ExtentTable) -> StoredExtent:
     )
 
 
-def mount_events(folder: NodeFolder, header: Header, living: Collection[int], now_ns: int) -> Iterator[ev.FoundMount]:
+def mount_events(folder: NodeFolder, header: Header, living: Collection[int], now_ns: int) -> Iterator[ev.RestoreMount]:
     """Yield one event per mounted segment whose engine is alive. Remove damaged tables, and those of dead engines.
 
     Engines continue to write in the meantime. What they publish is taken in later, and takes precedence: if a frame
@@ -510,8 +510,8 @@ def mount_events(folder: NodeFolder, header: Header, living: Collection[int], no
         yield _mount_event(table, now_ns)
 
 
-def _mount_event(table: MountedTable, now_ns: int) -> ev.FoundMount:
-    event = ev.FoundMount(
+def _mount_event(table: MountedTable, now_ns: int) -> ev.RestoreMount:
+    event = ev.RestoreMount(
         *(now_ns, table.session, table.number, table.frame_class, table.frames),
         *([], [], [], []),
     )
