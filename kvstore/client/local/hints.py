@@ -109,8 +109,8 @@ def hint_drain(mapped: MappedNode, key: bytes, positions: bytes) -> bytes:
     Args:
         positions: the result of the last call, or b"". If the log has not changed since, no hint is sent.
     """
-    waits, positions = mapped.published.waits(key, positions)
-    if waits:
+    is_pending, positions = mapped.published.check_pending(key, positions)
+    if is_pending:
         _send_hint(mapped, Op.DRAIN, b"", 0)
     return positions
 

@@ -43,7 +43,7 @@ def indexed_pages(mapped: MappedNode, hashes: list[bytes], closed: bool) -> Last
     """
     seen = mapped.published.seen
     pages = _search_index(mapped, hashes, closed)
-    if pages[0] == len(hashes) or (mapped.published.rests(seen) and mapped.words[_EPOCH] == mapped.epoch):
+    if pages[0] == len(hashes) or (mapped.published.is_unchanged(seen) and mapped.words[_EPOCH] == mapped.epoch):
         return pages
     return _search_published(mapped, hashes, closed, seen, pages)
 
@@ -85,7 +85,7 @@ def find_published(mapped: MappedNode, hashes: list[bytes]) -> list[bytes | None
     seen: bytes | None = 2 * published.drained
     raws = mapped.index.find_many(tier, hashes)
     for _ in range(INDEX_READS_MAX):
-        if None not in raws or seen is None or (published.rests(seen) and mapped.words[_EPOCH] == mapped.epoch):
+        if None not in raws or seen is None or (published.is_unchanged(seen) and mapped.words[_EPOCH] == mapped.epoch):
             break
         missing = [key for key, raw in zip(hashes, raws, strict=True) if raw is None]
         seen = _take_in(mapped, partial(list, missing), seen)
@@ -162,7 +162,7 @@ def stored_or_published(mapped: MappedNode, keys: Keys, closed: bool) -> LastPag
         if stored == len(hashes):
             return stored, last
         own = publisher.leading(hashes, stored)
-        is_other = not own and published.elsewhere(hashes[stored], publisher.slot)
+        is_other = not own and published.is_in_other_slot(hashes[stored], publisher.slot)
         # If the node took pages in between, both the index and the log may have missed a page: try again.
         if published.drained == drained and not reopen_index(mapped):
             if not is_other:

@@ -284,18 +284,18 @@ class PutLogReader:
         log = self._log
         return log.drained() if log is not None else b""
 
-    def rests(self, seen: bytes) -> bool:
+    def is_unchanged(self, seen: bytes) -> bool:
         """Return whether the log has not changed since its positions were ``seen``, so that a miss in the index is
         final."""
         log = self._log
         return self._header.words[_PUTS_ID] == self._id and (log is None or log.positions() == seen)
 
-    def elsewhere(self, key: bytes, slot: int) -> bool:
+    def is_in_other_slot(self, key: bytes, slot: int) -> bool:
         """Return whether the page of ``key`` is published in another slot than ``slot`` and not taken in. A hint."""
         log = self._log
         return log is not None and not log.is_drained and log.holder(key, slot) >= 0
 
-    def waits(self, key: bytes, positions: bytes) -> tuple[bool, bytes]:
+    def check_pending(self, key: bytes, positions: bytes) -> tuple[bool, bytes]:
         """Return whether the node has not taken in the page of ``key`` that is published, or announced while it is
         written. Also return the log's positions for the next call.
 
