@@ -163,7 +163,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "kv_tokens": (arena.frames_total - frames.free) * arena.layout.page_tokens,  # in frames of sequences
         },
         "mounted": {"segment": engine.mounted.number, "why_not": engine.mounted.why},
-        "kept_pages": {"found": frames.found, "evicted": frames.evicted, "demoted": engine.performer.pages.demoted},
+        "kept_pages": {"found": frames.reused, "evicted": frames.evicted, "demoted": engine.performer.pages.demoted},
         "requests": {phase.name.lower(): phases[phase] for phase in Phase if phase is not Phase.ENDED},
         "batch_max": config.batch_max,
         "chunk_tokens": config.chunk_tokens,
@@ -243,7 +243,7 @@ class Engine:
                 local_prefill_tokens=config.local_prefill_tokens,
                 prefill=config.prefill,
                 window=windows[0],
-                beside=tuple(GroupRules(*each) for each in zip(other_frames, windows[1:], strict=True)),
+                other_groups=tuple(GroupRules(*each) for each in zip(other_frames, windows[1:], strict=True)),
             )
         )
         self._peers = Peers(connect)
@@ -304,7 +304,7 @@ class Engine:
         """Assert the invariants of an idle engine. In each arena, exactly the frames without a page are free."""
         integrity.check(self.state)
         frames = self.state.roster.frames
-        for arena, unused in zip(self.arenas.groups, [frames.unused, *frames.beside], strict=True):
+        for arena, unused in zip(self.arenas.groups, [frames.unused, *frames.other_unused], strict=True):
             arena.check()
             assert arena.frames_free == unused
 

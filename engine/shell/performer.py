@@ -245,7 +245,7 @@ class EnginePerformer:
             do.Settle: self._settle,
             do.Dismiss: self._dismiss,
             do.Step: self._run_step,
-            do.Aside: self._run_side_step,
+            do.SideStep: self._run_side_step,
             do.Draw: self._draw,
             do.Recompute: lambda it: self.works[it.sequence].recompute_last(),
             do.StorePages: lambda it: self._pool.store_pages(self.works[it.sequence], it.pages),
@@ -312,7 +312,7 @@ class EnginePerformer:
 
     def _load(self, it: do.LoadPrefix) -> None:
         work = self.works[it.sequence]
-        self.pages.take(work, [it.table, *it.beside], it.shared)
+        self.pages.take(work, [it.table, *it.other_tables], it.shared)
 
         def load() -> None:
             try:
@@ -334,7 +334,7 @@ class EnginePerformer:
         arrivals = {number: fetch.arrivals for number, fetch in self._fetches.items()}
         self.handle(self._step.run(it, self.works, arrivals, self._observer))
 
-    def _run_side_step(self, it: do.Aside) -> None:
+    def _run_side_step(self, it: do.SideStep) -> None:
         work = self.works[it.sequence]
 
         def done(result: torch.Tensor | BaseException | None) -> None:

@@ -42,8 +42,8 @@ class Admission:
             self.role, self.by, self.draining = role, "operator", False
             return
         if order <= self.order:
-            known, got = (f"order {each.number} of revision {each.revision}" for each in (self.order, order))
-            raise InvalidRequest("revision", f"{known} was carried out before (got {got})")
+            last, received = (f"order {each.number} of revision {each.revision}" for each in (self.order, order))
+            raise InvalidRequest("revision", f"{last} was carried out before (got {received})")
         if self.draining:
             raise NodeUnavailable("this engine keeps its role: it is being drained")
         self.role, self.by, self.order = role, "leader", order
@@ -56,9 +56,13 @@ class Admission:
             NodeUnavailable: the engine is drained, and takes no requests.
         """
         if answers and self.role is Role.PREFILL:
-            raise InvalidRequest(ROLE, "this engine computes prompts for others; ask one of role decode or both")
+            raise InvalidRequest(
+                ROLE, "this engine only computes prompts for other engines; use an engine of role decode or both"
+            )
         if not answers and self.role is Role.DECODE:
-            raise InvalidRequest(ROLE, "this engine answers requests; ask one of role prefill or both")
+            raise InvalidRequest(
+                ROLE, "this engine does not compute prompts for other engines; use an engine of role prefill or both"
+            )
         if self.draining:
             raise NodeUnavailable("this engine takes no new requests: it is being drained")
 
@@ -70,9 +74,9 @@ class Admission:
             TooManyCalls: the engine already has the maximum number of requests.
         """
         if request_id in self.known:
-            raise InvalidRequest("request_id", f"{request_id} is in use here")
+            raise InvalidRequest("request_id", f"another request uses this id (got {request_id!r})")
         if len(self.known) >= self._requests_max:
-            raise TooManyCalls(f"{self._requests_max} requests are here already", retry_after_s=1.0)
+            raise TooManyCalls(f"this engine already has {self._requests_max} requests", retry_after_s=1.0)
         self.known[request_id] = number
 
     def leave(self, request_id: str) -> None:

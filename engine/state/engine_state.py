@@ -47,13 +47,13 @@ MARGIN = 1.2  # a layer is predicted to take this much longer than it did
 
 
 def decoding(
-    active: Iterable[Sequence], rules: Rules, arriving: Mapping[int, Arriving], layer_s: float, aside_now: int
+    active: Iterable[Sequence], rules: Rules, arriving: Mapping[int, Arriving], layer_s: float, side_steps: int
 ) -> tuple[list[int], list[int]]:
     """Return the sequences whose next token is made in the step, and those for which a side batch begins."""
     batch: list[int] = []
-    aside: list[int] = []
+    side: list[int] = []
     for sequence in active:
-        if sequence.phase is not Phase.DECODING or sequence.aside:
+        if sequence.phase is not Phase.DECODING or sequence.in_side_step:
             continue
         attempt = sequence.attempt
         if attempt is None:
@@ -62,14 +62,14 @@ def decoding(
         arrival = arriving.get(sequence.number)
         if attempt.error is not None or arrival is None:
             continue
-        if in_time(arrival, rules.layers, layer_s):
+        if arrives_in_time(arrival, rules.layers, layer_s):
             batch.append(sequence.number)
-        elif arrival.layers and aside_now + len(aside) < rules.side_max:
-            aside.append(sequence.number)
-    return batch, aside
+        elif arrival.layers and side_steps + len(side) < rules.side_max:
+            side.append(sequence.number)
+    return batch, side
 
 
-def in_time(arriving: Arriving, layers: int, layer_s: float) -> bool:
+def arrives_in_time(arriving: Arriving, layers: int, layer_s: float) -> bool:
     """True if each layer of the sequence is predicted to arrive before a step needs it.
 
     A step takes ``layer_s`` per layer.
@@ -131,7 +131,7 @@ class Speeds:
         """Seconds for one layer of a decode step."""
         return self.step_s / self._layers
 
-    def measured(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
+    def record(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
         """Record the time of a step."""
         if decoding and not chunk_tokens:
             # A suspended process has measured one step of seconds: without this limit it would get no requests again.
@@ -154,7 +154,7 @@ class EngineState:
     Attributes:
         step: the current step, until ``Stepped`` or ``StepFailed``.
         steps: the number of steps so far.
-        aside: the number of sequences in side batches.
+        side_steps: the number of sequences in side batches.
         stopped: the error that fails every request, present and later ones, once the engine ends or loses its device.
     """
 
@@ -164,7 +164,7 @@ class EngineState:
         self.speeds = Speeds(rules.layers)
         self.step: do.Step | None = None
         self.steps = 0
-        self.aside = 0
+        self.side_steps = 0
         self.stopped: KVStoreError | None = None
         self._routes = Routes(self.roster)
         self._passes = Passes(self.roster)
@@ -201,7 +201,7 @@ class EngineState:
 
     def _submitted(self, event: ev.Submitted) -> None:
         capacity = event.prompt + (event.tokens_max - event.generated if event.answers else 0)
-        (pages, *beside), span = self.rules.frames_for(capacity), -(-capacity // self.rules.page_tokens)
+        (pages, *other_pages), span = self.rules.frames_for(capacity), -(-capacity // self.rules.page_tokens)
         windows = self.rules.windows_for(capacity)
         assert not any(windows) or not event.names, "frames that are overwritten cannot be shared"
         assert self.rules.holds(capacity), "requests that are too large are refused before: this one would wait forever"
@@ -214,11 +214,11 @@ class EngineState:
             tokens_max=event.tokens_max,
             pages=pages,
             answers=event.answers,
-            begun_s=event.now_s,
+            started_s=event.now_s,
             deadline_s=event.deadline_s,
             hold_s=event.hold_s,
             page_tokens=self.rules.page_tokens,
-            beside=tuple(beside),
+            other_pages=tuple(other_pages),
             span=span,
             windows=windows,
             names=list(event.names),
@@ -246,23 +246,23 @@ class EngineState:
             self.roster.compute_rest(sequence)
             self.roster.out.append(do.TellAdmitted(sequence.number, sequence.cached))
         else:
-            self._routes.go(sequence)
+            self._routes.fill_rest(sequence)
 
     # --- turns and steps --------------------------------------------------------------------------------------------
 
     def _turn(self, event: ev.Turn) -> None:
         assert self.step is None
-        self._sweep(event.now_s)
-        self._passes.next_drained(event.now_s)
+        self._end_late(event.now_s)
+        self._passes.move_next(event.now_s)
         self.roster.admit()
         if not self.stopped:
             self.roster.offer()
         active = self.roster.active
-        batch, aside = decoding(active.values(), self.rules, event.arriving, self.speeds.layer_s, self.aside)
-        for number in aside:
-            active[number].aside = True
-            self.aside += 1
-            self.roster.out.append(do.Aside(number))
+        batch, side = decoding(active.values(), self.rules, event.arriving, self.speeds.layer_s, self.side_steps)
+        for number in side:
+            active[number].in_side_step = True
+            self.side_steps += 1
+            self.roster.out.append(do.SideStep(number))
         # At least a page, because prompts would starve next to a large batch.
         budget = max(self.rules.page_tokens, self.rules.chunk_tokens - len(batch))
         chunks = parts(active.values(), budget, self.rules.page_tokens)
@@ -275,7 +275,7 @@ class EngineState:
         step, self.step = self.step, None
         assert step is not None
         tokens = sum(part.stop - part.start for part in step.parts)
-        self.speeds.measured(len(step.decoding), tokens, event.seconds - event.waited_s)
+        self.speeds.record(len(step.decoding), tokens, event.seconds - event.waited_s)
         for number, name in event.names.items():
             self.roster.active[number].names.append(name)
         for number in step.decoding:
@@ -283,13 +283,13 @@ class EngineState:
                 sequence = self.roster.active[number]
                 sequence.cached += 1
                 self.roster.frames.reached(sequence)
-                self._drew(sequence, event.ends.get(number, ""), event.now_s)
+                self._add_token(sequence, event.ends.get(number, ""), event.now_s)
         for part in step.parts:
             sequence = self.roster.active[part.sequence]
             sequence.cached = part.stop
             self.roster.frames.reached(sequence)
             if part.draws:
-                self._drew(sequence, event.ends.get(part.sequence, ""), event.now_s)
+                self._add_token(sequence, event.ends.get(part.sequence, ""), event.now_s)
             elif not sequence.answers:
                 self.roster.out.append(do.TellProgress(part.sequence, part.stop))
 
@@ -302,8 +302,8 @@ class EngineState:
 
     def _side_stepped(self, event: ev.SideStepped) -> None:
         sequence = self.roster.sequences[event.sequence]
-        sequence.aside = False
-        self.aside -= 1
+        sequence.in_side_step = False
+        self.side_steps -= 1
         if sequence.phase is Phase.ENDED:
             self.roster.leave(sequence)
             return
@@ -320,10 +320,10 @@ class EngineState:
         if event.name:
             sequence.names.append(event.name)
         self._routes.settle(sequence)
-        self._drew(sequence, event.end, event.now_s)
+        self._add_token(sequence, event.end, event.now_s)
         self._routes.resolve(sequence, event.now_s)
 
-    def _drew(self, sequence: Sequence, end: str, now_s: float) -> None:
+    def _add_token(self, sequence: Sequence, end: str, now_s: float) -> None:
         """Record a new token. ``end`` is the reason why it is the last one, or ""."""
         if not sequence.answers:
             sequence.phase, sequence.held_until_s = Phase.HELD, now_s + sequence.hold_s
@@ -343,7 +343,7 @@ class EngineState:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def _sweep(self, now_s: float) -> None:
+    def _end_late(self, now_s: float) -> None:
         """End sequences whose deadline or hold time is over."""
         late = []
         for sequence in self.roster.sequences.values():
@@ -355,7 +355,7 @@ class EngineState:
                         late.append(sequence)
                 case Phase.RELAYED:
                     if sequence.passing is not None and not sequence.passing.taken:
-                        self._passes.look(sequence, now_s)
+                        self._passes.give_up_late(sequence, now_s)
                         if sequence.deadline_s < now_s:
                             late.append(sequence)
                 case _:
@@ -363,11 +363,11 @@ class EngineState:
                         late.append(sequence)
         for sequence in late:
             if sequence.phase is Phase.HELD:
-                self.roster.let_go(sequence)
+                self.roster.release(sequence)
             elif sequence.phase is Phase.ANSWERED:
                 self.roster.end_answered(sequence)
             else:
-                allowed_s = sequence.deadline_s - sequence.begun_s
+                allowed_s = sequence.deadline_s - sequence.started_s
                 late_error = DeadlineExceeded(f"request {sequence.name} was not answered within {allowed_s:g} s")
                 self.roster.fail(sequence, late_error)
 
@@ -376,7 +376,7 @@ class EngineState:
         if sequence is None or sequence.phase in (Phase.ANSWERED, Phase.ENDED):
             return
         if sequence.phase is Phase.HELD:
-            self.roster.let_go(sequence)
+            self.roster.release(sequence)
         elif sequence.passing is not None and sequence.passing.taken:
             self.roster.out.append(do.CancelThere(sequence.number))
         elif sequence.answers:
@@ -392,7 +392,7 @@ class EngineState:
         self.stopped = self.stopped or error
         for sequence in list(self.roster.sequences.values()):
             if sequence.phase is Phase.HELD:
-                self.roster.let_go(sequence)
+                self.roster.release(sequence)
             elif sequence.phase is Phase.ANSWERED:
                 self.roster.end_answered(sequence)
             elif sequence.phase is not Phase.ENDED:

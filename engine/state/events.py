@@ -150,7 +150,7 @@ class Moved(Event):
 
 @dataclass(slots=True)
 class SideStepped(Event):
-    """``Aside`` is over. ``token``: the next token; None if the KV did not arrive or the step failed (``error``)."""
+    """``SideStep`` is over. ``token``: the next token; None if the KV did not arrive or the step failed (``error``)."""
 
     sequence: int
     token: int | None

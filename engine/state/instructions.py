@@ -16,13 +16,13 @@ class LoadPrefix:
     """Give a sequence frames for the pages of its ``table``, and fill them from the pool -> ``PrefixLoaded``.
 
     The first ``shared`` pages are already in the arena. Each page of a ring appears several times in its table.
-    ``beside``: the tables of the model's other cache groups, where the pages have frames of their own.
+    ``other_tables``: the tables of the model's other cache groups, where the pages have frames of their own.
     """
 
     sequence: int
     table: list[int]
     shared: int = 0
-    beside: list[list[int]] = field(default_factory=list)
+    other_tables: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Aside:
+class SideStep:
     """Make the next token in a thread of its own, which may wait for layers -> ``SideStepped``."""
 
     sequence: int
@@ -247,7 +247,7 @@ Instruction = (
     | Settle
     | Dismiss
     | Step
-    | Aside
+    | SideStep
     | Draw
     | Recompute
     | StorePages

@@ -12,9 +12,9 @@ def check(state: EngineState) -> None:
     """Check that frames add up, and that each sequence is in the collections of its phase and can continue."""
     roster = state.roster
     sequences = roster.sequences.values()
-    roster.frames.check(list(sequences), state.rules.frames, [group.frames for group in state.rules.beside])
+    roster.frames.check(list(sequences), state.rules.frames, [group.frames for group in state.rules.other_groups])
     assert len(roster.active) <= state.rules.batch_max
-    assert state.aside == sum(sequence.aside for sequence in sequences)
+    assert state.side_steps == sum(sequence.in_side_step for sequence in sequences)
     assert len({one.number for one in roster.waiting}) == len(roster.waiting)
     for sequence in sequences:
         _check(state, sequence)
@@ -28,7 +28,7 @@ def _check(state: EngineState, sequence: Sequence) -> None:
     active, waiting = sequence.number in roster.active, sequence in roster.waiting
     assert sequence.cached <= sequence.length and sequence.generated <= sequence.tokens_max, sequence
     assert not sequence.touched or sequence.holds or not sequence.answers, sequence
-    assert not (sequence.moving or sequence.aside) or attempt is not None or phase is Phase.ENDED, sequence
+    assert not (sequence.moving or sequence.in_side_step) or attempt is not None or phase is Phase.ENDED, sequence
     match phase:
         case Phase.WAITING:
             asked = attempt is not None and attempt.first_token is None

@@ -35,7 +35,7 @@ class Passes:
         """Begin to move all answers, one by one, or stop moving them."""
         self.target = event.target
 
-    def next_drained(self, now_s: float) -> None:
+    def move_next(self, now_s: float) -> None:
         """Move the next answer of a drain, if no answer is moving."""
         if self.target is None:
             return
@@ -87,7 +87,7 @@ class Passes:
             roster.out.append(do.Forget(sequence.number))
         roster.leave(sequence)
 
-    def look(self, sequence: Sequence, now_s: float) -> None:
+    def give_up_late(self, sequence: Sequence, now_s: float) -> None:
         """Give up on an engine that takes too long to begin; the sequence then continues here."""
         passing = sequence.passing
         if passing is not None and passing.until_s < now_s:

@@ -61,7 +61,7 @@ class Routes:
         self._roster.out.append(do.AskPrefill(sequence.number, sequence.attempt.number, sequence.attempt.engine))
         return True
 
-    def go(self, sequence: Sequence) -> None:
+    def fill_rest(self, sequence: Sequence) -> None:
         """Fill the rest of a sequence's frames, after those that the pool has filled.
 
         Another engine computes the rest and it is moved here, or it is computed here.
@@ -71,13 +71,13 @@ class Routes:
             return
         attempt = sequence.attempt
         assert attempt is not None and not sequence.moving
-        sequence.phase, sequence.moving, attempt.begun = Phase.MOVING, True, True
+        sequence.phase, sequence.moving, attempt.frames_used = Phase.MOVING, True, True
         start = max(sequence.cached, sequence.needed(sequence.prompt))
         self._roster.out.append(do.MoveIn(sequence.number, attempt.number, start))
         if attempt.first_token is not None:
-            self._first(sequence, attempt.first_token)
+            self._draw_first(sequence, attempt.first_token)
 
-    def _first(self, sequence: Sequence, token: int) -> None:
+    def _draw_first(self, sequence: Sequence, token: int) -> None:
         """Draw the first token, which may arrive before the last layer."""
         sequence.phase, sequence.cached = Phase.DECODING, sequence.prompt
         self._roster.out.append(do.Draw(sequence.number, token))
@@ -91,7 +91,7 @@ class Routes:
         if sequence.phase is Phase.WAITING:
             self._roster.waiting.append(sequence)
         elif sequence.phase is Phase.MOVING:
-            self._first(sequence, event.first_token)
+            self._draw_first(sequence, event.first_token)
 
     def ask_failed(self, event: ev.AskFailed) -> None:
         """Record that the other engine has failed."""
@@ -127,7 +127,7 @@ class Routes:
     def resolve(self, sequence: Sequence, now_s: float) -> None:
         """Settle or dismiss the sequence's attempt. Does nothing while a thread uses the frames."""
         attempt = sequence.attempt
-        if attempt is None or not sequence.holds or sequence.loading or sequence.moving or sequence.aside:
+        if attempt is None or not sequence.holds or sequence.loading or sequence.moving or sequence.in_side_step:
             return
         if attempt.error is not None:
             self._dismiss(sequence, now_s)
@@ -137,7 +137,7 @@ class Routes:
             if sequence.length > sequence.prompt:
                 self._roster.compute_rest(sequence)
             else:
-                self.go(sequence)
+                self.fill_rest(sequence)
         else:
             self.settle(sequence)
 
@@ -158,7 +158,7 @@ class Routes:
         """
         attempt = sequence.attempt
         assert attempt is not None and attempt.error is not None
-        if attempt.begun:
+        if attempt.frames_used:
             whole = 0 if sequence.has_ring else attempt.tokens - attempt.tokens % self._roster.rules.page_tokens
             # Tokens drawn since then stay: in a ring they may have overwritten the window of the prompt's last token.
             sequence.cached = max(sequence.cached, sequence.prompt) if attempt.tokens >= sequence.prompt else whole

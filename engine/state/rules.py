@@ -26,7 +26,7 @@ class Rules:
 
     Attributes:
         frames, window: the model's first cache group, see ``GroupRules``.
-        beside: the other cache groups, each with a shorter view than the first.
+        other_groups: the other cache groups, each with a shorter view than the first.
         layers: the number of layers of the model.
         kept_max: frames of each group that may keep pages of requests that have ended.
     """
@@ -41,12 +41,12 @@ class Rules:
     prefill: tuple[str, ...] = ()
     side_max: int = SIDE_MAX
     window: int = 0
-    beside: tuple[GroupRules, ...] = ()
+    other_groups: tuple[GroupRules, ...] = ()
 
     @property
     def groups(self) -> tuple[GroupRules, ...]:
         """All cache groups."""
-        return GroupRules(self.frames, self.window), *self.beside
+        return GroupRules(self.frames, self.window), *self.other_groups
 
     def frames_for(self, tokens: int) -> tuple[int, ...]:
         """Return how many frames of each group a sequence of this many tokens needs.

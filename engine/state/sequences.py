@@ -75,7 +75,7 @@ class Attempt:
     number: int
     engine: str
     first_token: int | None = None  # set once the prompt is computed
-    begun: bool = False  # True once frames may have been written to
+    frames_used: bool = False  # True once frames may have been written to
     tokens: int = 0  # tokens of the prompt in the frames, once the mover has ended
     moved: bool = False  # True once the KV of the complete prompt is in the frames
     error: KVStoreError | None = None
@@ -100,7 +100,8 @@ class Sequence:
         length: the number of known tokens: the prompt and the tokens drawn.
         cached: leading tokens whose KV is in the frames, or arriving there.
         pages: the number of frames that the sequence needs; it has all of them (``holds``) or none.
-        beside: the number of frames that it needs in each other cache group, for its first pages; at most ``pages``.
+        other_pages: the number of frames that it needs in each other cache group, for its first pages; at most
+            ``pages``.
         span: pages of all its tokens; more than ``pages`` if it has a ring of frames, see ``Rules.frames_for``.
         windows: for each cache group, how many tokens a token sees if the sequence has a ring there, else 0.
         table: numbers of the pages in its frames; other sequences may share the leading ones.
@@ -109,8 +110,8 @@ class Sequence:
         listed: how many leading ones of these pages other sequences can share.
         answers: False if the sequence is computed for another engine.
         engines: engines that may still be asked for the prompt.
-        loading, moving, aside, pulled: True while a loader, a mover, a side batch, or another engine uses its frames.
-            The frames are free after the last of these uses.
+        loading, moving, in_side_step, pulled: True while a loader, a mover, a side batch, or another engine uses its
+            frames. The frames are free after the last of these uses.
     """
 
     number: int
@@ -120,11 +121,11 @@ class Sequence:
     tokens_max: int
     pages: int
     answers: bool
-    begun_s: float
+    started_s: float
     deadline_s: float
     hold_s: float = 0.0
     page_tokens: int = 1
-    beside: tuple[int, ...] = ()
+    other_pages: tuple[int, ...] = ()
     span: int = 0
     windows: tuple[int, ...] = (0,)
     names: list[bytes] = field(default_factory=list)
@@ -137,7 +138,7 @@ class Sequence:
     holds: bool = False
     loading: bool = False
     moving: bool = False
-    aside: bool = False
+    in_side_step: bool = False
     pulled: bool = False
     held_until_s: float = 0.0
     engines: list[str] = field(default_factory=list)
@@ -145,15 +146,15 @@ class Sequence:
     attempt: Attempt | None = None
     passing: Passing | None = None
 
-    def laid_out(self) -> list[int]:
+    def full_table(self) -> list[int]:
         """For each of its pages, the page whose frame it uses: ``table``, repeated if that is a ring."""
-        return self._round(self.pages)
+        return self._repeat(self.pages)
 
-    def beside_out(self) -> list[list[int]]:
-        """For each other cache group, a list like ``laid_out``."""
-        return [self._round(frames) for frames in self.beside]
+    def full_other_tables(self) -> list[list[int]]:
+        """For each other cache group, a list like ``full_table``."""
+        return [self._repeat(frames) for frames in self.other_pages]
 
-    def _round(self, frames: int) -> list[int]:
+    def _repeat(self, frames: int) -> list[int]:
         return [self.table[page % frames] for page in range(self.span)]
 
     @property
@@ -168,7 +169,7 @@ class Sequence:
     @property
     def touched(self) -> bool:
         """True while its frames may be read or written outside of a step."""
-        return self.loading or self.moving or self.aside or self.pulled
+        return self.loading or self.moving or self.in_side_step or self.pulled
 
 
 # Phases in which the KV of all ``cached`` tokens is in the frames.
@@ -200,17 +201,17 @@ class Frames:
     """How many frames are free, which pages are complete, and which sequences use them.
 
     Attributes:
-        unused: the number of frames without a useful page; ``beside`` has this number for each other cache group.
+        unused: the number of frames without a useful page; ``other_unused`` has this number for each other cache group.
         shared: the number of frames that more than one sequence uses.
-        found: kept pages that were used again, since the start.
+        reused: kept pages that were used again, since the start.
         evicted: kept pages that were evicted, since the start.
     """
 
-    def __init__(self, frames: int, kept_max: int = 0, beside: Iterable[int] = ()) -> None:
-        self.unused, self.beside = frames, list(beside)
-        self.shared = self.found = self.evicted = 0
+    def __init__(self, frames: int, kept_max: int = 0, other_frames: Iterable[int] = ()) -> None:
+        self.unused, self.other_unused = frames, list(other_frames)
+        self.shared = self.reused = self.evicted = 0
         self._kept_max = kept_max
-        self._offers_below = max(1, frames // OFFER_SHARE) if kept_max and not self.beside else 0
+        self._offers_below = max(1, frames // OFFER_SHARE) if kept_max and not self.other_unused else 0
         self._numbers = 0
         self._pages: dict[bytes, ListedPage] = {}
         self._kept: OrderedDict[bytes, ListedPage] = OrderedDict()  # the next one to be evicted comes first
@@ -239,7 +240,7 @@ class Frames:
                 high = middle - 1
         return low
 
-    def look(self, sequence: Sequence) -> tuple[int, bool]:
+    def find_shared(self, sequence: Sequence) -> tuple[int, bool]:
         """Return how many pages match, and whether another sequence is loading or computing more of them."""
         whole, coming = self.match(sequence), 0
         if sequence.names:
@@ -250,12 +251,14 @@ class Frames:
 
     def fits(self, sequence: Sequence, shared: int) -> bool:
         """True if enough frames are free for the sequence, which shares its first ``shared`` pages."""
-        kept = 0
-        while kept < shared and not self._pages[sequence.names[shared - 1 - kept]].users:
-            kept += 1
-        kept = len(self._kept) - kept
-        others = zip(self.beside, sequence.beside, strict=True)
-        return sequence.pages - shared <= self.unused + kept and all(own - shared <= n + kept for n, own in others)
+        kept_shared = 0  # shared pages that are kept now, and so cannot be evicted for this sequence
+        while kept_shared < shared and not self._pages[sequence.names[shared - 1 - kept_shared]].users:
+            kept_shared += 1
+        evictable = len(self._kept) - kept_shared
+        others = zip(self.other_unused, sequence.other_pages, strict=True)
+        return sequence.pages - shared <= self.unused + evictable and all(
+            pages - shared <= unused + evictable for unused, pages in others
+        )
 
     def take(self, sequence: Sequence, shared: int) -> list[int]:
         """Give the sequence its frames. Returns the pages that were evicted for it."""
@@ -263,7 +266,7 @@ class Frames:
             page = self._pages[name]
             if not page.users:
                 del self._kept[name]
-                self.found += 1
+                self.reused += 1
             self.shared += page.users == 1
             page.users += 1
             page.offered = False
@@ -273,7 +276,7 @@ class Frames:
         first = self._numbers
         self._numbers += sequence.pages - shared
         self.unused -= sequence.pages - shared
-        self.beside = [n - own + shared for n, own in zip(self.beside, sequence.beside, strict=True)]
+        self.other_unused = [n - own + shared for n, own in zip(self.other_unused, sequence.other_pages, strict=True)]
         sequence.table = [self._pages[name].number for name in sequence.names[:shared]]
         sequence.table += range(first, self._numbers)
         sequence.whole = sequence.listed = shared
@@ -309,8 +312,8 @@ class Frames:
                 freed.append(sequence.table[index])
         self.unused += len(freed)
         gone = set(freed)
-        for group, own in enumerate(sequence.beside):
-            self.beside[group] += sum(number in gone for number in sequence.table[:own])
+        for group, own in enumerate(sequence.other_pages):
+            self.other_unused[group] += sum(number in gone for number in sequence.table[:own])
         for name in reversed(names[: sequence.whole]):
             page = self._pages[name]
             if not page.users:
@@ -354,20 +357,20 @@ class Frames:
 
     def _has(self, sequence: Sequence, shared: int) -> bool:
         """True if each cache group has enough unused frames for the sequence."""
-        others = zip(self.beside, sequence.beside, strict=True)
+        others = zip(self.other_unused, sequence.other_pages, strict=True)
         return self.unused >= sequence.pages - shared and all(n >= own - shared for n, own in others)
 
     def _evict(self) -> int:
         name, page = self._kept.popitem(last=False)
         del self._pages[name]
         self.unused += 1
-        self.beside = [n + 1 for n in self.beside]
+        self.other_unused = [n + 1 for n in self.other_unused]
         self.evicted += self._kept_max > 0
         return page.number
 
     # --- what holds -------------------------------------------------------------------------------------------------
 
-    def check(self, sequences: list[Sequence], total: int, beside: Iterable[int] = ()) -> None:
+    def check(self, sequences: list[Sequence], total: int, other_totals: Iterable[int] = ()) -> None:
         """Check that unused, kept and used frames add up, and how pages relate to their parents.
 
         The parent of a listed page is listed, and every user of the page uses the parent, too. A kept page has no user,
@@ -385,9 +388,11 @@ class Frames:
                 listed[name] = listed.get(name, 0) + 1
         counts = self.unused, len(self._kept), len(users), total
         assert self.unused >= 0 and self.unused + len(self._kept) + len(users) == total, counts
-        for group, frames in enumerate(beside):
-            taken = {page for one in sequences for page in one.table[: one.beside[group]]}
-            assert self.beside[group] >= 0 and self.beside[group] + len(self._kept) + len(taken) == frames, counts
+        for group, frames in enumerate(other_totals):
+            taken = {page for one in sequences for page in one.table[: one.other_pages[group]]}
+            assert (
+                self.other_unused[group] >= 0 and self.other_unused[group] + len(self._kept) + len(taken) == frames
+            ), counts
         assert len(self._kept) <= self._kept_max, counts
         assert self.shared == sum(count > 1 for count in users.values())
         assert len({page.number for page in self._pages.values()}) == len(self._pages), "a frame with two names"
@@ -431,7 +436,7 @@ class Roster:
         self.sequences: dict[int, Sequence] = {}
         self.active: dict[int, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
-        self.frames = Frames(rules.frames, rules.kept_max, [group.frames for group in rules.beside])
+        self.frames = Frames(rules.frames, rules.kept_max, [group.frames for group in rules.other_groups])
         self.out: list[Instruction] = []
 
     def admit(self) -> None:
@@ -444,7 +449,7 @@ class Roster:
         for sequence in list(islice(self.waiting, self.rules.batch_max)):
             if len(self.active) >= self.rules.batch_max:
                 return
-            shared, coming = self.frames.look(sequence)
+            shared, coming = self.frames.find_shared(sequence)
             if coming and sequence.answers and not sequence.engines and sequence.attempt is None:
                 continue
             if not self.frames.fits(sequence, shared):
@@ -454,7 +459,7 @@ class Roster:
                 self.out.append(do.EvictPages(evicted))
             self.active[sequence.number] = sequence
             sequence.phase, sequence.loading = Phase.LOADING, True
-            self.out.append(do.LoadPrefix(sequence.number, sequence.laid_out(), shared, sequence.beside_out()))
+            self.out.append(do.LoadPrefix(sequence.number, sequence.full_table(), shared, sequence.full_other_tables()))
 
     def offer(self) -> None:
         """Offer the pool the pages that will be evicted soon."""
@@ -508,7 +513,7 @@ class Roster:
             self.out.append(do.Close(sequence.number))
         self.leave(sequence)
 
-    def let_go(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """End a complete prefill that was fetched, or whose hold time is over."""
         assert sequence.phase is Phase.HELD
         sequence.phase = Phase.ENDED

@@ -113,7 +113,7 @@ def test_a_sequence_has_all_frames_of_one_group_and_a_ring_of_the_other(lab: Lab
 def test_frames_of_all_groups_are_counted() -> None:
     """Random sequences come and go, with rings and with names: no frame of either group is lost or had twice."""
     draw = np.random.default_rng(3)
-    rules = Rules(frames=40, layers=2, page_tokens=16, chunk_tokens=24, batch_max=9, beside=(GroupRules(17, 40),))
+    rules = Rules(frames=40, layers=2, page_tokens=16, chunk_tokens=24, batch_max=9, other_groups=(GroupRules(17, 40),))
     frames = Frames(rules.frames, 17, [17])
     here: list[Sequence] = []
     for number in range(600):
@@ -122,14 +122,14 @@ def test_frames_of_all_groups_are_counted() -> None:
         chain = draw.integers(2)
         names = [] if any(windows) else [f"{chain}.{page}".encode() for page in range(tokens // 16)]
         made = Sequence(number, str(number), tokens, 0, 1, pages, True, 0.0, 1e6, page_tokens=16)
-        made.beside, made.windows, made.names, made.span = tuple(beside), windows, names, -(-tokens // 16)
+        made.other_pages, made.windows, made.names, made.span = tuple(beside), windows, names, -(-tokens // 16)
         shared = frames.match(made)
         if frames.fits(made, shared):
             frames.take(made, shared)
             made.cached, made.phase = tokens, Phase.DECODING
             frames.reached(made)
             here.append(made)
-            tables = [made.laid_out(), *made.beside_out()]
+            tables = [made.full_table(), *made.full_other_tables()]
             assert [len(set(table)) for table in tables] == [pages, *beside] and len(tables[1]) == made.span
         while here and (draw.integers(3) == 0 or len(here) == rules.batch_max):
             frames.give_back(here.pop(int(draw.integers(len(here)))))
@@ -137,7 +137,7 @@ def test_frames_of_all_groups_are_counted() -> None:
     for one in here:
         frames.give_back(one)
     frames.check([], 40, [17])
-    assert (frames.free, frames.beside[0] + frames.kept) == (40, 17) and frames.found and frames.evicted
+    assert (frames.free, frames.other_unused[0] + frames.kept) == (40, 17) and frames.reused and frames.evicted
 
 
 # --- the pool ---------------------------------------------------------------------------------------------------------

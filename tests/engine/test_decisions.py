@@ -292,7 +292,7 @@ def test_frames_do_not_wait_for_a_mover_for_ever(why: str) -> None:
     ],
 )
 def test_who_joins_a_step_whose_layers_take_a_second(there: ev.Arriving, joins: bool) -> None:
-    assert engine_state.in_time(there, LAYERS, 1.0) is joins
+    assert engine_state.arrives_in_time(there, LAYERS, 1.0) is joins
 
 
 def test_who_is_late_goes_aside_and_only_so_many_do() -> None:
@@ -302,12 +302,12 @@ def test_who_is_late_goes_aside_and_only_so_many_do() -> None:
     late, nothing, all_there = ev.Arriving(1, 0.0), ev.Arriving(0, 0.0), ev.Arriving(LAYERS, 0.0)
     assert not driver.turn({1: nothing, 2: nothing, 3: nothing})
     out = driver.turn({1: late, 2: late, 3: all_there})
-    assert [it.sequence for it in only(out, do.Aside)] == [1]
+    assert [it.sequence for it in only(out, do.SideStep)] == [1]
     assert [it.decoding for it in only(out, do.Step)] == [[3]]
     driver.stepped()
     assert kinds(driver.state.handle(ev.SideStepped(0.0, 1, 7))) == ["Draw"]
     driver.state.handle(ev.TokenDrawn(0.0, 1, ""))
-    assert [it.sequence for it in only(driver.turn({1: nothing, 2: late, 3: nothing}), do.Aside)] == [2]
+    assert [it.sequence for it in only(driver.turn({1: nothing, 2: late, 3: nothing}), do.SideStep)] == [2]
 
 
 def test_who_missed_a_step_drew_nothing() -> None:

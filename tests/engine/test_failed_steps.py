@@ -143,7 +143,7 @@ def test_an_answer_whose_layers_still_come_fails_alone(lab: Lab, monkeypatch: py
                 come.wait(20)
             yield piece
 
-    monkeypatch.setattr(engine_state, "in_time", lambda there, layers, layer_s: there.layers == layers)
+    monkeypatch.setattr(engine_state, "arrives_in_time", lambda there, layers, layer_s: there.layers == layers)
     neighbour = lab.ask(decode, prompt(40, 40), 600, prefill=()).wait(5)
     monkeypatch.setattr(type(lab.connect("engine-0:1")), "pull", late_last)
     with failing(decode, MemoryError, lambda batch, layer: layer == 0 and batch.after is None is not batch.before):

@@ -70,7 +70,7 @@ def test_the_worked_example() -> None:
     frames = Frames(8, 8)
     first, second, third = (sequence(n, f"a b {n}", 3 * PAGE + 1) for n in (1, 2, 3))
     computed(frames, first)
-    assert frames.look(second) == (2, False) and computed(frames, second, 2) == []
+    assert frames.find_shared(second) == (2, False) and computed(frames, second, 2) == []
     assert (frames.free, frames.shared) == (2, 2)
     frames.give_back(first)
     assert (frames.free, frames.kept) == (4, 1)
@@ -79,10 +79,10 @@ def test_the_worked_example() -> None:
     assert (frames.free, frames.kept) == (8, 4) and list(frames._kept) == [b"1", b"2", b"b", b"a"]
     other = sequence(4, "", 4 * PAGE)
     assert computed(frames, other) == []
-    assert frames.look(third) == (2, False) and frames.fits(third, 2)
+    assert frames.find_shared(third) == (2, False) and frames.fits(third, 2)
     assert computed(frames, third, 2) == [2, 4], "the last pages of the first and of the second"
     frames.check([other, third], 8)
-    assert (frames.free, frames.found, frames.evicted) == (0, 2, 2)
+    assert (frames.free, frames.reused, frames.evicted) == (0, 2, 2)
 
 
 def test_frames_of_kept_pages_are_as_good_as_free_but_for_those_it_shares() -> None:
@@ -90,7 +90,7 @@ def test_frames_of_kept_pages_are_as_good_as_free_but_for_those_it_shares() -> N
     computed(frames, one := sequence(1, "a b c d", 4 * PAGE))
     frames.give_back(one)
     again = sequence(2, "a b c x y", 6 * PAGE + 1)
-    assert frames.free == 6 and frames.look(again) == (3, False) and not frames.fits(again, 3), "7 pages"
+    assert frames.free == 6 and frames.find_shared(again) == (3, False) and not frames.fits(again, 3), "7 pages"
     again.pages = 6
     assert frames.fits(again, 3) and computed(frames, again, 3) == [3]
 

@@ -285,7 +285,7 @@ class EngineMachine:
             self.world.counts["found" if number in self.kept else "shared"] += 1
             self._check_page(number, index, event.names[index])
             self.kept.pop(number, None)
-        wanted, beside = self.rules.frames_for(event.prompt + answer), [it.table, *it.beside]
+        wanted, beside = self.rules.frames_for(event.prompt + answer), [it.table, *it.other_tables]
         assert tuple(len(set(table)) for table in beside) == wanted and all(len(t) == len(it.table) for t in beside)
         assert known.ring == (min(wanted) < len(it.table)) and not (known.ring and it.shared)
         own = it.table[it.shared :]
@@ -434,7 +434,7 @@ class EngineMachine:
         if known.generated == known.stops_at:
             ends[number] = "eos"
 
-    def _do_aside(self, it: do.Aside) -> None:
+    def _do_sidestep(self, it: do.SideStep) -> None:
         known = self.known[it.sequence]
         assert known.fetch is not None and not known.touching["side"]
         known.touching["side"] += 1

@@ -145,7 +145,7 @@ class EngineWorld:
             local_prefill_tokens=self.chance.choice((0, 40)),
             prefill=self._others(address) if self.chance.random() < 0.7 else (),
             side_max=self.chance.choice((1, 4)),
-            beside=self.chance.choice(((), (GroupRules(self.chance.choice((5, 9, frames)), WINDOW),))),
+            other_groups=self.chance.choice(((), (GroupRules(self.chance.choice((5, 9, frames)), WINDOW),))),
         )
         own = Role.DECODE if address == self.addresses[0] else Role.PREFILL
         role = self.chance.choice((Role.BOTH, Role.BOTH, own))
