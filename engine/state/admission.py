@@ -74,7 +74,7 @@ class Admission:
             TooManyCalls: the engine already has the maximum number of requests.
         """
         if request_id in self.known:
-            raise InvalidRequest("request_id", f"another request uses this id (got {request_id!r})")
+            raise InvalidRequest("request_id", f"{request_id} is in use by another request")
         if len(self.known) >= self._requests_max:
             raise TooManyCalls(f"this engine already has {self._requests_max} requests", retry_after_s=1.0)
         self.known[request_id] = number
