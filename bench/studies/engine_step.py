@@ -137,7 +137,7 @@ class Turns:
 
     def end(self) -> None:
         """Cancel all requests, and run turns until they have ended."""
-        for request in list(self._engine.admission.known):
+        for request in list(self._engine.admission.numbers):
             self._engine.cancel(request)
         deadline_s = time.monotonic() + JOIN_S
         while self._engine.remains() and time.monotonic() < deadline_s:

@@ -31,7 +31,7 @@ from engine.compute.kernel_args import Terms
 from engine.compute.paged_cache import Batch, Steps
 
 NAME = "kvstore_paged"
-SHARED_BYTES_MIN = 256 << 10  # of a layer's KV: one thread reads less than this before a second thread starts
+SHARED_BYTES_MIN = 256 << 10  # of a layer's KV: one thread reads a smaller amount before a second thread has started
 
 AttendPages = Callable[[torch.Tensor, int, int], torch.Tensor]  # (query, v_dim, v_at) -> [n, heads, v_dim]
 
@@ -76,7 +76,7 @@ def paged_attention(
     out = rows.new_empty((*rows.shape[:2], value.shape[-1] if mla else paged.layout.head_dim))
     if paged.steps is not None:
         out[paged.steps.index] = step(module, rows[paged.steps.index], paged, attend_pages)
-    offset = 0  # of the chunk's context in ``key`` and ``value``
+    offset = 0  # where the chunk's context begins in `key` and `value`
     for first, part in paged.chunks:
         if mla:
             k, v = key[0, :, offset : offset + part.stop], value[0, :, offset : offset + part.stop]

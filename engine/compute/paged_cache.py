@@ -125,7 +125,7 @@ class Batch:
         before: LayerHook | None = None,
         after: LayerHook | None = None,
     ) -> None:
-        assert slices, "a forward of nothing"
+        assert slices, "a batch needs a slice"
         self.layout = layout = arenas.groups[0].layout
         for part in slices:
             pages = part.frames.shape[-1]

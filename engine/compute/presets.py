@@ -49,7 +49,7 @@ class Pace:
         tokens_per_s: the prefill speed for a prompt without context.
         context_even: the number of context tokens at which prefill takes twice as long per token.
         alone_s: the fixed time of a decoding step.
-        each: how much longer the step takes for each sequence, as a share of ``alone_s``.
+        each: the additional time for each sequence that decodes, as a share of ``alone_s``.
     """
 
     tokens_per_s: float

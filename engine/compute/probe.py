@@ -1,4 +1,4 @@
-"""The probe finds out how a model uses its KV. It runs the model on a few tokens and does not rely on the config.
+"""The probe: it runs a model on a few tokens to find the shape and use of the model's KV.
 
 An engine can serve a model if each layer passes its keys and values to ``Cache.update`` and attends through the
 attention interface of transformers, and if the model passes forward arguments on to that interface. Any other model is

@@ -122,12 +122,12 @@ def describe(engine: Engine) -> dict[str, Any]:
     """Return the document of ``Engine.status``. Any thread may call this: it only reads."""
     config, model, admission, state, pool = engine.config, engine.model, engine.admission, engine.state, engine.pool
     arena = engine.arenas.groups[0]
-    sequences = [state.roster.sequences.get(number) for number in list(admission.known.values())]
+    sequences = [state.roster.sequences.get(number) for number in list(admission.numbers.values())]
     frames = state.roster.frames
     phases = Counter(Phase.WAITING if sequence is None else sequence.phase for sequence in sequences)
     return {
         "role": str(admission.role),
-        "role_set_by": admission.by,
+        "role_set_by": admission.role_set_by,
         "role_order": admission.order._asdict(),  # the last order of a leading conductor
         "draining": admission.draining,
         "model": model.name,
@@ -312,7 +312,7 @@ class Engine:
         """Count what an idle engine does not have, by name: ids, sequences, prefills, and frames in use."""
         kept_pages = self.state.roster.frames.kept
         counts = {
-            "ids": len(self.admission.known),
+            "ids": len(self.admission.numbers),
             "sequences": len(self.state.roster.sequences),
             "prefills": len(self.prefills),
             "frames": sum(arena.frames_total - arena.frames_free - kept_pages for arena in self.arenas.groups),
@@ -364,7 +364,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a request. Returns True if there was one with this id."""
-        number = self.admission.known.get(request_id)
+        number = self.admission.numbers.get(request_id)
         if number is not None:
             self._cancel(number)
         return number is not None
@@ -392,7 +392,7 @@ class Engine:
             KVStoreError: the other engine is unreachable or refuses the request.
             DeadlineExceeded: the other engine did not take the request in time.
         """
-        number = self.admission.known.get(request_id)
+        number = self.admission.numbers.get(request_id)
         if number is None:
             return False
         self._check_target(target)
@@ -414,16 +414,16 @@ class Engine:
         """
         self.admission.draining = True
         deadline = time.monotonic() + timeout_s
-        if target is not None and self.admission.known:
+        if target is not None and self.admission.numbers:
             try:
                 self._check_target(target)
                 self.inbox.post(ev.Drain(time.monotonic(), target))
             except KVStoreError as error:
                 log.warning("running answers continue here, because %s refuses them: %s", target, error)
-        while self.admission.draining and self.admission.known and time.monotonic() < deadline:
+        while self.admission.draining and self.admission.numbers and time.monotonic() < deadline:
             time.sleep(IDLE_S)
         self.inbox.post(ev.Drain(time.monotonic(), None))
-        return len(self.admission.known)
+        return len(self.admission.numbers)
 
     def _check_target(self, address: str) -> None:
         target: Any = self._peers[address]
@@ -487,7 +487,7 @@ class Engine:
             self.mounted.end(self._fatal)
             self.performer.abandon(NodeUnavailable(self._fatal))
             with self._entry:
-                self.admission.known.clear()
+                self.admission.numbers.clear()
             raise
 
     def _serve(self) -> None:

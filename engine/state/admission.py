@@ -1,4 +1,4 @@
-"""Admission: which requests an engine accepts. Decided while the caller waits, independent of the current step."""
+"""Admission: which requests an engine accepts. The engine decides while the caller waits, whatever step is running."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Admission:
 
     Attributes:
         order: the last order of a leader that was carried out.
-        by: what set the role last: "start", "operator" or "leader".
-        known: numbers of sequences by request id. An id is in use until its request has ended, and that of a prefill
-            until no engine can pull it any more.
+        role_set_by: what set the role last: "start", "operator" or "leader".
+        numbers: the sequence number of each request id in use. The id of an answer is in use until the answer has
+            ended; the id of a prefill, until no engine can pull the prefill any more.
     """
 
     def __init__(self, role: Role, requests_max: int) -> None:
         self.role = role
         self.order = NO_ORDER
-        self.by = "start"
+        self.role_set_by = "start"
         self.draining = False
-        self.known: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
         self._requests_max = requests_max
 
     def set_role(self, role: Role, order: RoleOrder | None) -> None:
@@ -39,14 +39,14 @@ class Admission:
             NodeUnavailable: the engine is drained, and only an operator can end that.
         """
         if order is None:
-            self.role, self.by, self.draining = role, "operator", False
+            self.role, self.role_set_by, self.draining = role, "operator", False
             return
         if order <= self.order:
             last, received = (f"order {each.number} of revision {each.revision}" for each in (self.order, order))
             raise InvalidRequest("revision", f"{last} was carried out before (got {received})")
         if self.draining:
             raise NodeUnavailable("this engine keeps its role: it is being drained")
-        self.role, self.by, self.order = role, "leader", order
+        self.role, self.role_set_by, self.order = role, "leader", order
 
     def check(self, answers: bool) -> None:
         """Check that the engine takes requests of this kind.
@@ -73,12 +73,12 @@ class Admission:
             InvalidRequest: the id is in use.
             TooManyCalls: the engine already has the maximum number of requests.
         """
-        if request_id in self.known:
+        if request_id in self.numbers:
             raise InvalidRequest("request_id", f"{request_id} is in use by another request")
-        if len(self.known) >= self._requests_max:
+        if len(self.numbers) >= self._requests_max:
             raise TooManyCalls(f"this engine already has {self._requests_max} requests", retry_after_s=1.0)
-        self.known[request_id] = number
+        self.numbers[request_id] = number
 
     def leave(self, request_id: str) -> None:
         """Free the id of a request."""
-        del self.known[request_id]
+        del self.numbers[request_id]

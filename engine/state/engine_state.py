@@ -382,7 +382,7 @@ class EngineState:
         elif sequence.answers:
             self.roster.finish(sequence, "cancelled")
         else:
-            self.roster.fail(sequence, NodeUnavailable(f"prefill {sequence.name} was given up"), cancelled=True)
+            self.roster.fail(sequence, NodeUnavailable(f"prefill {sequence.name} was cancelled"), cancelled=True)
 
     def _device_failed(self, event: ev.DeviceFailed) -> None:
         self.step = None  # no Stepped follows

@@ -254,10 +254,10 @@ def test_an_order_of_a_leader_that_stood_still_is_refused_in_words() -> None:
     for late in (RoleOrder(7, 100), RoleOrder(9, 1), RoleOrder(9, 0)):
         with pytest.raises(InvalidRequest, match="^revision: order 1 of revision 9 was carried out before"):
             admission.set_role(Role.DECODE, late)
-    assert (admission.role, admission.order, admission.by) == (Role.PREFILL, RoleOrder(9, 1), "leader")
+    assert (admission.role, admission.order, admission.role_set_by) == (Role.PREFILL, RoleOrder(9, 1), "leader")
     admission.set_role(Role.DECODE, RoleOrder(9, 2))
     admission.set_role(Role.BOTH, None)
-    assert (admission.role, admission.order, admission.by) == (Role.BOTH, RoleOrder(9, 2), "operator")
+    assert (admission.role, admission.order, admission.role_set_by) == (Role.BOTH, RoleOrder(9, 2), "operator")
 
 
 def test_an_order_of_a_leader_ends_no_drain() -> None:

@@ -106,7 +106,10 @@ class Fetch(Link):
     def goes_on(self) -> bool:
         """Whether the other engine is still at it."""
         return (
-            self.there is not None and not self.there.dead and self.wire in self.there.admission.known and not self.over
+            self.there is not None
+            and not self.there.dead
+            and self.wire in self.there.admission.numbers
+            and not self.over
         )
 
     def arrive(self) -> None:

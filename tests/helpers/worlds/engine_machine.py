@@ -150,7 +150,7 @@ class EngineMachine:
 
     def cancel(self, name: str) -> bool:
         """As ``Engine.cancel``, and ``release``; whether there is one."""
-        number = self.admission.known.get(name)
+        number = self.admission.numbers.get(name)
         if number is None:
             return False
         known = self.known[number]
@@ -167,7 +167,7 @@ class EngineMachine:
         """As ``Engine.migrate``."""
         call = self.world.count("calls")
         self.calls.add(call)
-        self.handle(ev.Migrate(self.world.now_s, self.admission.known[name], target, call))
+        self.handle(ev.Migrate(self.world.now_s, self.admission.numbers[name], target, call))
 
     def drain(self, target: str | None) -> None:
         """As ``Engine.drain``, or the end of one."""
@@ -240,7 +240,7 @@ class EngineMachine:
 
     def check_empty(self) -> None:
         """Nothing is left of what ran here."""
-        assert not self.known and not self.admission.known and not self.prefills, (self.known, self.admission.known)
+        assert not self.known and not self.admission.numbers and not self.prefills, (self.known, self.admission.numbers)
         assert not self.calls, "a call was not answered"
         assert self.state.roster.frames.free == self.rules.frames and self.taken == self.kept.keys()
         assert not self.state.roster.frames.shared

@@ -199,21 +199,21 @@ class EngineWorld:
         except KVStoreError as error:
             self.counts[f"refused: {type(error).__name__}"] += 1
             return False
-        known = engine.known.get(engine.admission.known.get(client.name, 0))
+        known = engine.known.get(engine.admission.numbers.get(client.name, 0))
         assert known is None or not how["stopped"], "all was told, and it goes on"
         return True
 
     def cancel(self) -> None:
         """Nobody wants one of them."""
         engine = self.chance.choice(list(self.engines.values()))
-        if engine.admission.known:
-            engine.cancel(self.chance.choice(list(engine.admission.known)))
+        if engine.admission.numbers:
+            engine.cancel(self.chance.choice(list(engine.admission.numbers)))
 
     def migrate(self) -> None:
         """One of them shall go on elsewhere."""
         engine = self.chance.choice(list(self.engines.values()))
-        if engine.admission.known:
-            engine.migrate(self.chance.choice(list(engine.admission.known)), self._target(engine))
+        if engine.admission.numbers:
+            engine.migrate(self.chance.choice(list(engine.admission.numbers)), self._target(engine))
 
     def drain(self) -> None:
         """All of one engine shall."""
