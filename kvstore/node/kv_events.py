@@ -34,8 +34,8 @@ from kvstore import boundary
 from kvstore.errors import InvalidRequest
 from kvstore.model.objects import HEAD_TAG, PIECE_TAG
 from kvstore.model.replica import Address, FrameState, Tier, word_of
+from kvstore.node.contents import Contents
 from kvstore.node.event_log import CLEARED, STORED, PageEvent
-from kvstore.node.frame_view import Contents
 from kvstore.node.index_keeper import snapshot
 from kvstore.node.node import Node
 from kvstore.shm.records import ExtentTable, Record

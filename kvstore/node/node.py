@@ -27,7 +27,7 @@ from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest, OutOfSpace, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, RecordFormat, Tier
 from kvstore.node import startup
-from kvstore.node.frame_view import Contents
+from kvstore.node.contents import Contents
 from kvstore.node.nvme_pages import NvmePages
 from kvstore.node.performer import DECIDED, Performer
 from kvstore.node.put_drain import PutDrain

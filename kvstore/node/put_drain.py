@@ -28,7 +28,7 @@ import numpy.typing as npt
 from kvstore import boundary, failpoint, logs
 from kvstore.errors import InternalError, InvalidRequest, OutOfSpace
 from kvstore.model.replica import ADDRESS_BYTES, KEY_BYTES, Address, FrameClass, Status, identity_bytes
-from kvstore.node.frame_view import Contents
+from kvstore.node.contents import Contents
 from kvstore.node.performer import DECIDED, Performer
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.header import Header

@@ -446,7 +446,7 @@ def _stride(store: TierStore, frame_class: FrameClass) -> int:
 
 
 def _open_index(folder: NodeFolder, header: Header, map_bytes: int) -> Index:
-    """Open the index, or create an empty one if it is damaged. The caller compares it with the records."""
+    """Open the index, or create an empty one if it is absent or damaged. The caller compares it with the records."""
     epochs = folder.epochs()
     try:
         index = Index.open_writer(folder, header.epoch, map_bytes, fresh=False)
