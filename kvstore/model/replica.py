@@ -110,6 +110,12 @@ def word_of(generation: int, state: FrameState) -> int:
     return generation << 8 | state
 
 
+def in_state(words: npt.NDArray[np.uint64], state: FrameState) -> npt.NDArray[np.bool_]:
+    """Return ``[frames]``: True for each of these record words that has the state."""
+    matches: npt.NDArray[np.bool_] = (words & np.uint64(0xFF)) == state
+    return matches
+
+
 @dataclass(frozen=True)
 class FrameClass:
     """Geometry of the frames of one extent. Layouts of equal geometry share extents.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvstore import failpoint
-from kvstore.model.replica import ADDRESS, ADDRESS_DTYPE, Address, FrameState, RecordFormat, Tier
+from kvstore.model.replica import ADDRESS, ADDRESS_DTYPE, Address, FrameState, RecordFormat, Tier, in_state
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.header import Header
 from kvstore.shm.index import Index, IndexDamaged, IndexFull
@@ -72,7 +72,7 @@ class IndexKeeper:
         for number, table in self._tables.items():
             if table.tier != tier:
                 continue
-            sealed = (table.words & np.uint64(0xFF)) == SEALED
+            sealed = in_state(table.words, SEALED)
             frames = np.flatnonzero(sealed & (table.rows[:, RecordFormat.key] == key_bytes).all(axis=1))
             if len(frames):
                 return Address(number, int(frames[0]), int(table.words[frames[0]]) >> 8)
@@ -204,7 +204,7 @@ class IndexKeeper:
         for number, table in self._tables.items():
             if not table.fmt.tail:  # clients do not reserve frames in this tier
                 continue
-            reserved = (table.words & np.uint64(0xFF)) == RESERVED
+            reserved = in_state(table.words, RESERVED)
             for frame in np.flatnonzero(reserved & (table.column(table.fmt.group) != 0)).tolist():
                 key = table.key(frame)
                 address = Address(number, frame, int(table.words[frame]) >> 8)

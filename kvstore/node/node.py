@@ -352,9 +352,8 @@ class Node:
         """Raise InvalidRequest if a page of that class is larger than an extent."""
         extent_bytes = self.state.segment.extent_bytes
         if frame_class.frame_bytes > extent_bytes:
-            remedy = "start the node with a larger --extent or --dram"
-            reason = f"{frame_class.page_bytes} does not fit an extent of {format_size(extent_bytes)}; {remedy}"
-            raise InvalidRequest("page_bytes", reason)
+            limit = f"must fit into an extent of {format_size(extent_bytes)} (got {frame_class.page_bytes})"
+            raise InvalidRequest("page_bytes", f"{limit}: start the node with a larger --extent or --dram")
 
     def _make_room(self, frame_class: FrameClass, count: int) -> None:
         """Reserve memory for the extents that the next decision may carve: frames, tables and index."""

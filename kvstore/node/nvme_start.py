@@ -17,7 +17,7 @@ import numpy as np
 from kvstore import failpoint
 from kvstore.config import MIB, NodeConfig, NvmeTarget
 from kvstore.errors import InvalidRequest, OutOfSpace
-from kvstore.model.replica import FRAME_ALIGN, FrameState, word_of
+from kvstore.model.replica import FRAME_ALIGN, FrameState, in_state, word_of
 from kvstore.node.nvme_pages import NvmePages
 from kvstore.safe_files import remove
 from kvstore.shm.folder import EMBEDDED_PREFIX, NodeFolder
@@ -199,6 +199,5 @@ def _create_table(folder: NodeFolder, nvme: NvmePages, extent: ExtentOnDisk) -> 
         return table
     table.rows[:, 8:] = directory[:, 8:]
     words = np.ascontiguousarray(directory[:, :8]).view(np.uint64).reshape(-1)
-    sealed = (words & np.uint64(0xFF)) == FrameState.SEALED
-    table.words[:] = np.where(sealed, words, words & ~np.uint64(0xFF))
+    table.words[:] = np.where(in_state(words, FrameState.SEALED), words, words & ~np.uint64(0xFF))
     return table

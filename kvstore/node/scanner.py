@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvstore import failpoint
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState, position_of, standing_of
+from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState, in_state, position_of, standing_of
 from kvstore.node.node import Node
 from kvstore.node.nvme_pages import READ_BYTES, NvmePages, identity_row
 from kvstore.shm.records import ExtentTable
@@ -99,5 +99,5 @@ class Scanner:
 
 
 def _quarantined(table: ExtentTable) -> list[int]:
-    frames: list[int] = np.flatnonzero((table.words & np.uint64(0xFF)) == FrameState.QUARANTINED).tolist()
+    frames: list[int] = np.flatnonzero(in_state(table.words, FrameState.QUARANTINED)).tolist()
     return frames

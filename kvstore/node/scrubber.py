@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.model.replica import Address, FrameState, Status
+from kvstore.model.replica import Address, FrameState, Status, in_state
 from kvstore.node.node import Node
 from kvstore.shm.records import ExtentTable
 from kvstore.state import events as ev
@@ -205,4 +205,4 @@ class Scrubber:
 
 def _sealed(table: ExtentTable) -> npt.NDArray[np.uint32]:
     """Return the sealed frames of an extent, the last one first."""
-    return np.flatnonzero((table.words & np.uint64(0xFF)) == FrameState.SEALED)[::-1].astype(np.uint32)
+    return np.flatnonzero(in_state(table.words, FrameState.SEALED))[::-1].astype(np.uint32)

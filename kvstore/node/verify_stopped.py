@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from kvstore.config import NvmeTarget
 from kvstore.errors import InvalidRequest, NodeBusy, NodeUnavailable
-from kvstore.model.replica import ADDRESS, STAMPED, Address, FrameState, RecordFormat, Tier
+from kvstore.model.replica import ADDRESS, STAMPED, Address, FrameState, RecordFormat, Tier, in_state
 from kvstore.node.index_keeper import snapshot
 from kvstore.node.nvme_start import LOADING
 from kvstore.shm.folder import NodeFolder
@@ -193,7 +193,7 @@ def _verify_extent(
         report.verified[str(Tier.NVME)] += count
         return
     words = np.ascontiguousarray(rows[:, :8]).view("<u8").reshape(-1)
-    frames = np.flatnonzero((words & np.uint64(0xFF)) == FrameState.SEALED)
+    frames = np.flatnonzero(in_state(words, FrameState.SEALED))
     for frame, page in _pages(disk, superblock, extent, frames, words >> np.uint64(8)):
         key = rows[frame, RecordFormat.key].tobytes()
         if isinstance(page, FrameHeader) and page.key != key:
@@ -339,7 +339,7 @@ def _tables(folder: NodeFolder, header: Header, segment: SegmentMap, report: Rep
 
 
 def _sealed(table: ExtentTable) -> npt.NDArray[np.intp]:
-    return np.flatnonzero((table.words & np.uint64(0xFF)) == FrameState.SEALED)
+    return np.flatnonzero(in_state(table.words, FrameState.SEALED))
 
 
 def _verify_records(table: ExtentTable, report: Report) -> None:

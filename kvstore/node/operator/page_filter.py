@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.replica import TIERS, FrameState, RecordFormat, Tier
+from kvstore.model.replica import TIERS, FrameState, RecordFormat, Tier, in_state
 from kvstore.node.node import Node
 from kvstore.node.performer import Performer
 from kvstore.shm.records import ExtentTable, Record
@@ -120,7 +120,7 @@ def _view(table: ExtentTable, children: npt.NDArray[np.uint32]) -> View:
 
 def _columns(place: int, view: View, leased: Any, pinned: Words, now_ns: int) -> tuple[Any, ...]:
     words = np.array(view.words)
-    frames = np.flatnonzero((words & np.uint64(0xFF)) == FrameState.SEALED)
+    frames = np.flatnonzero(in_state(words, FrameState.SEALED))
     is_leased = np.zeros(len(words), bool)
     is_leased[list(leased)] = True
     used_ns = np.minimum(view.last_use[frames], np.uint64(now_ns)).astype(np.int64)  # no use is later than now
