@@ -135,7 +135,7 @@ class EngineClient:
         """Yield the tokens of an answer as they are drawn, then ``Finished``. Closing the iterator cancels the request.
 
         Args:
-            prompt: a text, which the engine tokenizes, or token ids.
+            prompt: a string, which the engine tokenizes, or token ids.
             resume: addresses of engines that continue the answer if an engine fails, each tried once. They draw the
                 same tokens as the failed engine, and no token is yielded twice.
             arguments: fields of ``Sampling`` (``max_tokens``, ``temperature``, ``top_p``, ``seed``, ``stop``,

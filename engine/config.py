@@ -41,7 +41,7 @@ def _choice(kind: type[StrEnum]) -> Callable[[object, str], Any]:
 
 
 def parse_engines(value: object, name: str = "prefill") -> tuple[str, ...]:
-    """Parse addresses of engines: a list, or a text with commas between them.
+    """Parse addresses of engines: a list, or a string with commas between them.
 
     An address is ``HOST:PORT``, ``kv://HOST:PORT`` or ``unix:PATH``.
 
@@ -126,7 +126,7 @@ class EngineConfig(DaemonConfig):
     requests_max: int = setting(
         256,
         parse_count,
-        "The most requests, including waiting ones. More are refused with a hint when to retry.",
+        "The most requests, including waiting ones. More are refused, with a hint about when to retry.",
     )
     prefill: tuple[str, ...] = setting(
         (),
@@ -153,7 +153,7 @@ class EngineConfig(DaemonConfig):
     grain: Grain = setting(
         Grain.LAYER,
         _choice(Grain),
-        "In which pieces that KV is moved: layer, each layer when it is ready; whole, after the last layer.",
+        "The pieces in which that KV is moved: layer, each layer once it is ready; whole, all layers after the last one.",
         metavar="|".join(Grain),
     )
     link: str = setting(
@@ -168,12 +168,14 @@ class EngineConfig(DaemonConfig):
         metavar="|".join(CODECS),
     )
     hold_s: float = setting(30.0, parse_number, "How long the KV of a finished prefill is kept until it is fetched.")
-    salt: str = setting("", parse_text, "The salt of requests without a salt.", default_shown="")
+    salt: str = setting("", parse_text, "The salt of requests that name none.", default_shown="")
     request_s_max: float = setting(
         3600.0, parse_number, "The longest time that a request may take, even if its client sets no deadline."
     )
     rpcs_max: int = setting(
-        512, parse_count, "How many gRPC calls may run at the same time. More are refused with a hint when to retry."
+        512,
+        parse_count,
+        "How many gRPC calls may run at the same time. More are refused, with a hint about when to retry.",
     )
     drain_s: float = setting(10.0, parse_number, "How long the engine waits for running requests when it shuts down.")
 

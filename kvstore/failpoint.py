@@ -31,7 +31,7 @@ NAMES = (
     "scanner.offered",  # some of what was found was adopted
     "nvme.format",  # between two writes that reformat a device
     "nvme.table",  # an extent table is written, not synced
-    "nvme.loaded",  # tables were made again from a device's directories
+    "nvme.loaded",  # tables were rebuilt from a device's directories
     "client.granted",  # frames were granted, nothing copied
     "client.copied",  # pages are copied, the seal is not sent
     "client.recorded",  # a record is written into the log of puts, and not published

@@ -60,12 +60,12 @@ class ConductorConfig(DaemonConfig):
     split: str = setting(
         "cost",
         parse_text,
-        "When two engines share a request, one for the prompt and one for the answer: cost (if that is sooner), "
+        "Whether to use separate engines for prompt and answer: cost (if that is sooner), "
         "never, always, or threshold (if much of the prompt is not cached).",
         metavar="|".join(SPLITS),
     )
     name: str = setting(
-        "conductor", parse_text, "Name in logs and metrics. In the catalog, a number of the process is added."
+        "conductor", parse_text, "Name in logs and metrics. In the catalog, the process number is added."
     )
     http: str | None = setting(
         None,
@@ -78,7 +78,7 @@ class ConductorConfig(DaemonConfig):
     window_s: float = setting(
         4.0,
         parse_number,
-        "An engine gets prompts for this many seconds of work. More requests wait here, where tenants share fairly.",
+        "An engine gets prompts for this many seconds of work. More requests wait here, and tenants are served fairly.",
     )
     queue: int = setting(
         256 << 20, parse_size, "Memory for waiting requests; one tenant has at most half of it.", metavar="SIZE"
@@ -98,7 +98,7 @@ class ConductorConfig(DaemonConfig):
     offer_catalog: str = setting(
         "",
         parse_text,
-        "The catalog of another pool. Engines of this pool compute prompts for its conductors; empty: none.",
+        "The catalog of another pool, for whose conductors the engines of this pool compute prompts.",
         metavar="URL",
     )
     offer_pool: str = setting("default", parse_text, "The name of the other pool in its catalog.")
@@ -111,12 +111,12 @@ class ConductorConfig(DaemonConfig):
     keepalive_s: float = setting(
         75.0,
         parse_number,
-        "How long an idle HTTP connection is kept. Must be longer than a load balancer in front keeps it, often 60 s.",
+        "How long an idle HTTP connection is kept. Must be longer than the idle timeout of a load balancer (often 60 s).",
     )
     rpcs_max: int = setting(
         1024,
         parse_count,
-        "How many gRPC calls may run at the same time. More calls are refused, with a hint when to retry.",
+        "How many gRPC calls may run at the same time. More are refused, with a hint about when to retry.",
     )
     drain_s: float = setting(10.0, parse_number, "How long the conductor waits for running answers when it stops.")
     seed: int = setting(0, parse_count, "Seed of all random choices. Equal events then lead to equal decisions.")

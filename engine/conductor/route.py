@@ -22,7 +22,7 @@ COLUMNS: Final = ("own_tokens", "cached_tokens", "donor", "wait_s", "move_s", "p
     help="The conductor's gRPC API: HOST:PORT or unix:PATH. Credentials: KVSTORE_TOKEN, KVSTORE_TLS_CA and so on.",
 )
 @click.option("--model", default="", help="[default: the only one]")
-@click.option("--tokens", "ids", metavar="ID,ID,...", help="Token ids instead of a text.")
+@click.option("--tokens", "ids", metavar="ID,ID,...", help="Token ids instead of text.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=16, help="Length of the answer.  [default: 16]")
 @click.option("--salt", help="Salt of the pages.  [default: the conductor's]")
 @click.option("--tenant", default="", help="Tenant, which only operators may name.  [default: the caller's name]")

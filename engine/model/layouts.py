@@ -8,7 +8,7 @@ from kvstore.model.layout import Layout
 
 
 def explain_mismatch(ours: Layout, theirs: Layout) -> str:
-    """Return a text with both fingerprints and every field in which the layouts differ."""
+    """Return a string with both fingerprints and every field in which the layouts differ."""
     differing = [
         f"{setting.name}: ours {getattr(ours, setting.name)!r}, theirs {getattr(theirs, setting.name)!r}"
         for setting in fields(Layout)

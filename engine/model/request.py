@@ -91,7 +91,7 @@ class Request:
     Attributes:
         id: chosen by the caller, and unique among its requests.
         tokens: uint32 ``[n]``: the prompt, and the tokens generated so far if the request is resumed.
-        text: the prompt as a text, until a server has tokenized it; then empty.
+        text: the prompt as a string, until a server has tokenized it; then empty.
         salt: the tenant's name for its own pages; None: the default of the server that receives the request.
         generated: the number of tokens generated so far.
         deadline_s: how long after its submission the request is answered or fails, in seconds.

@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 FRAME_ALIGN_BYTES = 4 * KIB
-"""Frames are multiples of this: O_DIRECT needs it, and a frame then starts at a memory page."""
+"""Frames are multiples of this: O_DIRECT needs it, and it makes frames page-aligned."""
 
 NVME_BYTES_MIN = MIB
 """A smaller size probably lacks a unit. Superblocks and tables alone take about 20 KiB."""
@@ -190,7 +190,9 @@ class NodeConfig(DaemonConfig):
         "Seconds after which a silent NVMe device gets no more writes. It is read again once it answers.",
     )
     rpcs_max: int = setting(
-        256, parse_count, "How many gRPC calls may run at the same time. More are refused with a hint when to retry."
+        256,
+        parse_count,
+        "How many gRPC calls may run at the same time. More are refused, with a hint about when to retry.",
     )
     rpc_timeout_s_max: float = setting(
         60.0, parse_number, "How long a gRPC call may take, even if its client sets no deadline."
@@ -248,7 +250,9 @@ class NodeConfig(DaemonConfig):
         metavar="NAMES",
     )
     otlp_endpoint: str = setting(
-        "", parse_text, "Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318; empty: none are made."
+        "",
+        parse_text,
+        "Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318. If it is not set, none are made.",
     )
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ def listen(*default: str) -> Any:
     """The setting for the addresses of the gRPC API, with this default."""
     about = (
         "HOST:PORT or unix:PATH of the gRPC API. Beyond loopback it needs TLS and identities. Without identities, "
-        "callers that reach it may do everything."
+        "callers that reach it may do anything."
     )
     return setting(default, parse_listen, about, metavar="HOST:PORT|unix:PATH", repeats=True)
 
@@ -56,8 +56,8 @@ class ClusterConfig:
         "",
         parse_text,
         (
-            "The catalog of the cluster's members: memory, file:PATH or etcd://HOST:PORT,... Empty: the daemon is not "
-            "in a cluster."
+            "The catalog of the cluster's members: memory, file:PATH or etcd://HOST:PORT,... If it is not set, the daemon "
+            "is not in a cluster."
         ),
         metavar="URL",
     )
@@ -72,7 +72,7 @@ class ClusterConfig:
     )
     catalog_cert: Path | None = _file("PEM file with the certificate that is presented to etcd.")
     catalog_key: Path | None = _file("PEM file with the private key of `catalog_cert`.")
-    catalog_user: str = setting("", parse_text, "User name at etcd; empty: no name is sent.")
+    catalog_user: str = setting("", parse_text, "User name at etcd. If it is not set, no name is sent.")
     catalog_password_file: Path | None = _file("File with that user's password; only its owner may read it.")
 
     def check_cluster(self) -> None:

@@ -1,4 +1,4 @@
-"""Host memory: arrays that start at a memory page, copies between arrays, and reusable buffers for disks."""
+"""Host memory: page-aligned arrays, copies between arrays, and reusable buffers for disks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE_BYTES: Final = 4096
 
 
 def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
-    """A new array like ``numpy.empty`` that starts at a memory page, which is best for ``out`` of a store.
+    """A new array like ``numpy.empty``, but page-aligned, which is fastest as ``out`` of a store.
 
     numpy's large arrays usually start 16 bytes after a memory page. Pages of a store start at one, and processors copy
     faster between addresses with the same offset in their memory pages.

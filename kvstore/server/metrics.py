@@ -50,16 +50,16 @@ def table_text(metrics: Sequence[MetricInfo]) -> str:
 
 SHED_HELP: Final = (
     "Calls refused or ended for lack of a resource: late (time), calls (rpcs_max), share (a tenant's share of"
-    " rpcs_max), buffers, quick, read or wait (threads), other (reservations). half_open: ended for another call,"
-    " because their request had not arrived."
+    " rpcs_max), buffers, quick, read or wait (threads), other (reservations). half_open: calls ended to make room for"
+    " another call, because their own request had not arrived."
 )
 
 INTERNAL_ERRORS: Final = metric_info(
     "kvstore",
     "counter",
     "internal_errors",
-    "Unexpected errors by the place where they ended, see kvstore/boundary.py: a request, a connection, a turn of a"
-    " task. Each is in the log with its stack; places of the node's data server begin with data.",
+    "Unexpected errors, by the place that caught them (kvstore/boundary.py): a request, a connection, a turn of a"
+    " task. The log has each error with its stack. Places in the node's data server begin with data.",
     "place",
 )
 """Every daemon has this one, under this name."""
@@ -73,7 +73,7 @@ MEMBERSHIP_AGE: Final = metric_info(
     "task",
 )
 MEMBERSHIP_FAILURES: Final = metric_info(
-    "kvstore", "counter", "membership_failures", "Tries of these tasks that failed, and were made again.", "task"
+    "kvstore", "counter", "membership_failures", "Failed attempts of these tasks. Each is retried.", "task"
 )
 MEMBERSHIP: Final = (MEMBERSHIP_AGE, MEMBERSHIP_FAILURES)
 """Every daemon in a pool has these, under these names."""

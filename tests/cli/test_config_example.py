@@ -1,6 +1,6 @@
 """deploy/kvstore.example.toml, docs/config.md and ``kvstore config`` tell of every setting, truly, and of no other.
 
-``python -m tests.cli.test_config_example`` writes the example and the table of docs/config.md again.
+``python -m tests.cli.test_config_example`` regenerates the example and the table of docs/config.md.
 """
 
 from __future__ import annotations

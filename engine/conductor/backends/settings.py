@@ -1,4 +1,4 @@
-"""Settings of a back end, as a text: ``http://HOST:PORT tokenizer=FOLDER events=tcp://HOST:PORT ...``."""
+"""Settings of a back end, as a string: ``http://HOST:PORT tokenizer=FOLDER events=tcp://HOST:PORT ...``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def parse_backends(value: object, name: str = "backend") -> tuple[BackendSetting
     """Parse back ends from texts ``"URL WORD=VALUE ..."``: from a list of them, or from one text with commas between.
 
     Raises:
-        InvalidRequest: a text is not valid, or two back ends have the same address.
+        InvalidRequest: a string is not valid, or two back ends have the same address.
     """
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):

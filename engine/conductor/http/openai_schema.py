@@ -1,4 +1,4 @@
-"""The bodies of ``/v1/completions`` and ``/v1/chat/completions``: parses and checks them, and makes requests of them.
+"""The bodies of ``/v1/completions`` and ``/v1/chat/completions``: parses and checks them, and turns them into requests.
 
 ``parse_document`` parses the JSON of a body at a bounded cost. Python makes objects of 24 bytes from each byte of
 ``[1],[1],...``, and holds the interpreter until all of them are made. A body of 8 MiB would cost 200 MiB, and stall all
@@ -277,7 +277,7 @@ Problem = PydanticCustomError
 
 
 def _unicode(value: str, at: str = "") -> str:
-    """Return a text, after a check that it has no half of a surrogate pair, which cannot be encoded."""
+    """Return a string, after a check that it has no half of a surrogate pair, which cannot be encoded."""
     try:
         value.encode()
     except UnicodeEncodeError:

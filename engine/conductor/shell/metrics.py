@@ -56,7 +56,7 @@ METRICS: Final = (
     *MEMBERSHIP,
     INTERNAL_ERRORS,
     _about("gauge", "uptime_seconds", "Time since this conductor started."),
-    _about("gauge", "process_resident_bytes", "Memory of the process that is resident."),
+    _about("gauge", "process_resident_bytes", "Resident memory of the process."),
     _about("counter", "process_cpu_seconds", "Processor time of the process."),
     _about("gauge", "build_info", "Always 1; its labels describe the process.", "version", "python", "name", "policy"),
 )

@@ -1,4 +1,4 @@
-"""Reports: reads the descriptions that other processes send of themselves, and checks every value against bounds.
+"""Reports: readers of the descriptions that processes send about themselves. Every value is checked against bounds.
 
 Any process that may write to the catalog may list an engine, and the server at its address may send anything. A value
 out of bounds is refused with its name, and no decision uses it.
@@ -75,10 +75,10 @@ class ReportReader:
         return int(value)
 
     def text(self, name: str, pattern: re.Pattern[str] | None = None) -> str:
-        """Return a text that has at most ``TEXT_MAX`` characters and matches ``pattern``."""
+        """Return a string that has at most ``TEXT_MAX`` characters and matches ``pattern``."""
         value = self._document.get(name)
         if not isinstance(value, str):
-            raise self.error(name, "is not a text", value)
+            raise self.error(name, "is not a string", value)
         if len(value) > TEXT_MAX:
             raise self.error(name, f"has more than {TEXT_MAX} characters", value)
         if pattern is not None and not pattern.fullmatch(value):
@@ -110,7 +110,7 @@ class ReportReader:
 
 
 def engine_about(name: str, address: str, status: Any, node: str, host: str) -> EngineAbout:
-    """Return the description of an engine that is in its status.
+    """Return an engine's description, read from its status.
 
     Args:
         node, host: the engine's node and host in the catalog; empty: not known.

@@ -17,8 +17,9 @@ token.
 A remote cluster appears as one engine that computes several prompts at a time. Its hand-offs share the bandwidth that
 may leave the cluster: each waits for the data queued before it, and the cluster gets no request while more than
 ``EGRESS_BURST_S`` of data is queued. Data that leaves while a prompt is computed delays nothing, so an idle remote
-cluster looks as good as a local engine. To keep it for long prompts, a prompt that takes less than ``SHORT`` of the
-usual time goes there only if it would wait longer than an engine's window here.
+cluster looks as good as a local engine. Remote
+clusters are kept for long prompts: a prompt that needs less than the fraction ``SHORT`` of the usual time goes there
+only if the local wait exceeds ``window_s``.
 
 All engines are compared at once, in arrays; the chosen pair alone becomes objects.
 
@@ -66,7 +67,7 @@ from engine.conductor.state.prefixes import Matches
 from engine.conductor.state.routed_requests import Answering, Computing, Route, RoutedRequest
 
 SMOOTH: Final = 0.1
-SCALE_MAX: Final = 8.0  # the largest slowdown that is believed of one engine
+SCALE_MAX: Final = 8.0  # the largest slowdown that is assumed for one engine
 ANSWER_SMOOTH: Final = 0.02
 TENANTS_MAX: Final = 4096  # tenants whose answers are remembered
 PREFILL_SMOOTH: Final = 0.02
@@ -82,7 +83,7 @@ HERE, NVME, HOST, ZONE, FAR = "here", "nvme", "host", "zone", "far"
 
 @dataclass(frozen=True, kw_only=True)
 class Priors:
-    """What is assumed of an engine and of the paths between engines, until it is measured.
+    """The values assumed for an engine and for the paths between engines, until they are measured.
 
     Attributes:
         bytes_per_s: by the place of the pages: in the memory of the engine's own node, on its NVMe, on another node of
@@ -137,7 +138,7 @@ class Costs:
         return [alone_s * (1 + batch * self.priors.step_each) for batch in batches]
 
     def token_s(self, engine: FleetEngine) -> float:
-        """Return the engine's seconds per token of all answers together, if its batch is full."""
+        """Return the step time of a full batch, divided by the batch size."""
         each, batch = self.priors.step_each, engine.about.batch_max
         alone = engine.alone_s or self.priors.step_alone_s
         return alone * (1 + batch * each) / batch
@@ -194,9 +195,10 @@ def _believed(reported: Floats, prior: float) -> Floats:
     return np.where(known, reported, reported[known].mean() if known.any() else prior)
 
 
-WORK_PRICE: Final = 0.5  # seconds of waiting that one second of an engine is worth, as a later request may need it
-LAYERS: Final = 32  # layers assumed of a model: the last one of a hand-off is always exposed
-SILENT_S: Final = 2.0  # a silent engine is used when the others are busier by this time
+# The price of one second of engine time, in seconds of waiting: a later request may need that time.
+WORK_PRICE: Final = 0.5
+LAYERS: Final = 32  # layers assumed for a model: the last one of a hand-off is always exposed
+SILENT_S: Final = 2.0  # a silent engine is used only if the others would be later by more than this
 LATE_S: Final = 1e9  # longer than any answer takes
 EGRESS_BURST_S: Final = 2.0  # see the module's docstring
 SHORT: Final = 0.5

@@ -41,7 +41,7 @@ class ConductorRules:
     Attributes:
         policy, split: names of entries in ``policies.POLICIES`` and ``policies.SPLITS``.
         window_s: an engine gets prompts for this many seconds of work at most. Further requests wait in the queue,
-            where tenants share fairly.
+            and tenants are served fairly.
         queue_bytes: memory for waiting requests.
         index_bytes: memory for the reports of nodes about their pages.
         orders_bytes_per_s, orders_bytes_max: see ``Orders``.

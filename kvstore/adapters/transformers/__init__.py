@@ -3,7 +3,7 @@
     from kvstore.adapters.transformers import prefix_cache
 
     cached = prefix_cache(model, kvstore.connect())
-    output = cached.generate(**inputs, max_new_tokens=64)  # as model.generate
+    output = cached.generate(**inputs, max_new_tokens=64)  # like model.generate
 
 Pages hold the keys and values of ``DynamicCache``, so the adapter serves models whose layers all keep the keys and
 values of all tokens. Two processes share pages if they run the same model: a digest of the weights, the config and the

@@ -125,7 +125,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool:
-        """Stop finding all pages stored so far; other engines still find them. Return False if a load is in
+        """No longer find any page stored so far; other engines still find them. Return False if a load is in
         progress."""
         return self._planner is None or self._planner.reset()
 
@@ -189,7 +189,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._mover.save(self._moves().saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return no requests whose saves have ended, since no request waits for them, and those whose loads have."""
+        """Return (None, requests whose loads have ended). No request waits for its save, so saves are not reported."""
         return None, self._mover.take_loaded(self._moves().is_idle) if self._mover is not None else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -132,7 +132,7 @@ class KVStoreTier(SecondaryTierManager):
         """Drop jobs that have not started, and wait for running ones."""
         running = [future for _, future in self._jobs if not future.cancel()]
         if wait(running, DRAIN_S).not_done:
-            raise TimeoutError(f"kvstore for vLLM's offloading: chunks are still copied after {DRAIN_S:g} s")
+            raise TimeoutError(f"kvstore for vLLM's offloading: chunks are still being copied after {DRAIN_S:g} s")
 
     def _run(self, job: TransferJob, copy: Copy) -> JobResult:
         """Copy a job's chunks and return the job's result."""
@@ -145,7 +145,7 @@ class KVStoreTier(SecondaryTierManager):
                     self._failed_loads.clear()
                 self._failed_loads[key] = None
             elif not job.is_promotion and is_copied:
-                self._failed_loads.pop(key, None)  # a chunk that was evicted before its load is stored again
+                self._failed_loads.pop(key, None)  # the chunk is stored again: it had been evicted before its load
         return JobResult(
             job_id=job.job_id,
             success=all(results),

@@ -45,7 +45,7 @@ Reply = TypeVar("Reply")
 
 
 class _Resources:
-    """What a RemoteNode closes, also if it is only dropped or the process exits."""
+    """The resources of a ``RemoteNode``. They are closed with it, even if it is only dropped or the process exits."""
 
     def __init__(self, channel: grpc.Channel, workers: Workers) -> None:
         self.pid = os.getpid()

@@ -269,7 +269,7 @@ def _check_value(item: dataclasses.Field[Any], values: dict[str, Any]) -> Any:
         if type(value) is not bool:
             problem = "must be true or false"
     elif not isinstance(value, str) or len(value) > TEXT_MAX:
-        problem = f"must be a text of at most {TEXT_MAX} characters"
+        problem = f"must be a string of at most {TEXT_MAX} characters"
     if problem:
         raise ValueError(f"{name}: {problem} (got {str(value)[:80]!r})")
     return value

@@ -50,7 +50,7 @@ METRICS = (
     _counter("put_pages", "New pages put by clients: published in shared memory, or acknowledged by the node."),
     _counter("read_bytes", "Bytes that clients copied or leased, by tier.", "tier"),
     _counter(
-        "tier_bytes", "Bytes copied into or out of a tier, by clients and by the other tier.", "tier", "direction"
+        "tier_bytes", "Bytes copied into or out of a tier, by clients or by moves between tiers.", "tier", "direction"
     ),
     _histogram(
         "reuse_gap_seconds",
@@ -62,9 +62,9 @@ METRICS = (
     _counter("moved_bytes", "Bytes of the pages demoted or promoted.", "direction"),
     _counter(
         "evicted_pages",
-        "Pages that left a tier. Reason saved: NVMe stores them. Otherwise no lower tier does; the reason is space "
-        "(needed for other pages), reclaim (the extent went to pages of another geometry), request (by an operator) "
-        "or quota (of the tenant).",
+        "Pages that left a tier, by reason. saved: NVMe still has them. All other reasons mean that no lower tier has "
+        "them: space (needed for other pages), reclaim (the extent went to pages of another geometry), request (by an "
+        "operator), quota (of the tenant).",
         "tier",
         "reason",
     ),
@@ -76,7 +76,7 @@ METRICS = (
     _gauge("tier_used_bytes", "Bytes of sealed pages.", "tier"),
     _gauge("tier_failed_bytes", "Bytes of a tier that failed or could not be allocated.", "tier"),
     _gauge("tier_populated_bytes", "Bytes of DRAM with allocated memory.", "tier"),
-    _gauge("pages", "Sealed pages. A page may be in both tiers.", "tier"),
+    _gauge("pages", "Sealed pages. A page may be in several tiers.", "tier"),
     _gauge("frames", "Frames by state: free, reserved, sealed, retiring, quarantined.", "tier", "state"),
     _gauge("extents", "Extents by state: carved for pages of one geometry, vacant, quarantined.", "tier", "state"),
     _gauge(
@@ -116,7 +116,7 @@ METRICS = (
     _gauge("nvme_written_today_bytes", "Bytes written to NVMe today (UTC)."),
     _gauge("nvme_write_cap_bytes", "The limit of bytes written per day; 0: no limit."),
     _counter("scrubber_sweeps", "Finished sweeps of the scrubber over all pages."),
-    _counter("scrubber_pages", "Pages that the scrubber verified, gave checksums, or found damaged.", "outcome"),
+    _counter("scrubber_pages", "Pages that the scrubber examined: verified, given checksums, or damaged.", "outcome"),
     _gauge("scrubber_sweep_pages_left", "Pages left in the current sweep."),
     _gauge("index_used_bytes", "Bytes of the index in use."),
     _counter("index_rebuilds", "Rebuilds of the index from the records, by reason.", "reason"),

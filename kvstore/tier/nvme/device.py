@@ -41,7 +41,7 @@ log = logging.getLogger("kvstore.nvme")
 
 
 class NvmeDevice:
-    """One device. Made by ``open``; ends with ``close``, which keeps the pages. Any thread may call.
+    """One device, from ``open`` until ``close``, which keeps the pages. Methods may be called from any thread.
 
     Life of an extent on the device::
 
@@ -51,9 +51,11 @@ class NvmeDevice:
     Attributes:
         incarnation, extent_bytes, positions: as in ``TierStore``.
         disk: the file or device.
-        starts: how often an owner has opened it, including this time. Numbers that begin with it are unique.
+        starts: how often an owner has opened it, including this time. Generations have it in their high bits, which makes them
+            unique across starts.
         extents: the carved extents by position. Replaced, never changed in place.
-        doubted: numbers of the extents that may have lost frames with the device's tail. Only a scan finds out.
+        doubted: numbers of the extents that may have lost frames when the device's tail was cut off. Only a scan can
+            show which frames are lost.
     """
 
     def __init__(self, disk: Disk, superblock: Superblock, table: Table, slot: int) -> None:
@@ -66,9 +68,9 @@ class NvmeDevice:
         self.doubted: frozenset[int] = NO_EXTENTS
         self._slot = slot  # the slot of the newest table
         self._table = table
-        self._table_mutex = threading.Lock()  # one writer of tables; held over their I/O
+        self._table_mutex = threading.Lock()  # admits one writer of tables; held during their I/O
         self._sync_mutex = threading.Lock()
-        self._mutex = threading.Lock()  # of everything below; never held over I/O
+        self._mutex = threading.Lock()  # guards all attributes below; never held during I/O
         self._needs_sync = False
         self._versions: Counter[int] = Counter()
         self._writers: Counter[int] = Counter()
@@ -86,7 +88,7 @@ class NvmeDevice:
         secret: bytes | None = None,
         is_file: bool = False,
     ) -> NvmeDevice:
-        """Become the owner of the device. A blank disk is formatted, and any disk with ``format``.
+        """Become the owner of the device. Formats the disk if it is blank, or if ``format`` is true.
 
         ``owner`` is the node's name, "" for an embedded store. ``secret`` and ``is_file``: see ``open_target``. After a
         failure the caller closes the disk.
@@ -120,7 +122,7 @@ class NvmeDevice:
     def _restore_tail(self) -> None:
         positions = extents_in_tail(self.disk, self.superblock, self.extents)
         log.warning(
-            "%s: its tail was cut off and is zeros now; %d of its %d extents are scanned for remaining pages",
+            "%s: its tail was cut off and now reads as zeros; %d of its %d extents are scanned for remaining pages",
             *(self.disk.path, len(positions), len(self.extents)),
         )
         with self._table_mutex:
@@ -155,7 +157,7 @@ class NvmeDevice:
         """See ``TierStore``. Durable when it returns.
 
         Raises:
-            OSError: the extent is still carved. The next start may find it or not.
+            OSError: the extent is still carved. The next start may or may not find it.
         """
         with self._table_mutex:
             assert position in self.extents and not self._writers[position], position
@@ -179,7 +181,7 @@ class NvmeDevice:
                 self._writers.update(chosen)
 
     def close_for_writing(self, positions: Iterable[int]) -> None:
-        """End writing. The pages are written and synced and their records are stored, or the pages were given up."""
+        """End writing. Call this once the pages are synced and their records stored, or once they have been given up."""
         chosen = set(positions)
         with self._mutex:
             assert all(self._writers[position] > 0 for position in chosen), chosen
@@ -215,8 +217,9 @@ class NvmeDevice:
         self._write(position, frame, frame_class, [header, page])
 
     def write_run(self, position: int, first: int, frame_class: FrameClass, frames: Bytes) -> None:
-        """Write consecutive frames in one request. ``frames`` ``[count, stride_bytes]``, contiguous, has header and
-        page of each. Durable after ``sync``.
+        """Write consecutive frames in one request. Durable after ``sync``.
+
+        ``frames`` is contiguous, ``[count, stride_bytes]``; each row is a header followed by its page.
 
         Raises:
             OSError: these frames may now hold anything.
@@ -260,7 +263,7 @@ class NvmeDevice:
         """Overwrite a frame's header with zeros, so that its contents are not taken for a page. Durable after ``sync``.
 
         Raises:
-            OSError: the header may still be there or not.
+            OSError: the header may or may not be erased.
         """
         assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
         blank = aligned_buffer(geometry.header_bytes(frame_class))
@@ -274,7 +277,7 @@ class NvmeDevice:
             OSError: everything written since the last sync must be given up. The device accepts no more writes.
         """
         with self._sync_mutex:  # a second thread waits for the sync that covers its writes
-            if self._needs_sync or self._has_failed:  # fail also if another thread's sync has lost our writes
+            if self._needs_sync or self._has_failed:  # fail even if another thread's sync has lost our writes
                 self._needs_sync = False  # first, since later writes need another sync
                 self._flush()
 
@@ -372,8 +375,8 @@ class NvmeDevice:
         self._slot, self._table = slot, table
 
     def _flush(self) -> None:
-        """Sync the disk. The kernel reports lost writes only once, to the next sync, so a later sync would not report
-        them again."""
+        """Sync the disk. Fails after any failed sync: the kernel reports lost writes to one sync only, so a later sync
+        would succeed although writes are lost."""
         if self._has_failed:
             raise OSError(errno.EIO, "a sync failed before", self.disk.path)
         try:

@@ -39,7 +39,8 @@ class NvmeDevices:
     Attributes:
         devices: in the order given.
         incarnation: of this set. It changes with the devices, with their order, and when one is reformatted.
-        starts: equal on all devices. Numbers that begin with it are unique.
+        starts: equal on all devices. Generations have it in their high bits, which
+            makes them unique across starts.
     """
 
     def __init__(self, devices: Sequence[NvmeDevice]) -> None:

@@ -98,7 +98,7 @@ class Disk(Protocol):
 
 
 def aligned_buffer(nbytes: int) -> Bytes:
-    """``nbytes`` of zeros that start at a memory page. Freed with the last view."""
+    """``nbytes`` of zeros, page-aligned. Freed with the last view."""
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8, nbytes)
 
 
