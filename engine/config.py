@@ -153,7 +153,7 @@ class EngineConfig(DaemonConfig):
     grain: Grain = setting(
         Grain.LAYER,
         _choice(Grain),
-        "The pieces in which that KV is moved: layer, each layer once it is ready; whole, all layers after the last one.",
+        "The pieces in which that KV is moved: layer, each layer once it is ready; whole, all layers after the last.",
         metavar="|".join(Grain),
     )
     link: str = setting(

@@ -111,7 +111,7 @@ class ConductorConfig(DaemonConfig):
     keepalive_s: float = setting(
         75.0,
         parse_number,
-        "How long an idle HTTP connection is kept. Must be longer than the idle timeout of a load balancer (often 60 s).",
+        "How long an idle HTTP connection is kept. Must be longer than a load balancer's idle timeout (often 60 s).",
     )
     rpcs_max: int = setting(
         1024,

@@ -1,8 +1,9 @@
 """Rows that read: get in batches and one page at a time, zero-copy leases, and two readers at once.
 
-All rows read into one warm buffer. The pages were written by another process. The limit of a get is memcpy from the same frames
-of the same mapping into the same buffer. It is measured in two ways, and the faster one counts: one ``memmove`` per
-page, or one copy per run of consecutive frames. The buffer is page-aligned, as frames are, because every kind of copy is fastest then.
+All rows read into one warm buffer. The pages were written by another process. The limit of a get is memcpy from the
+same frames of the same mapping into the same buffer. It is measured in two ways, and the faster one counts: one
+``memmove`` per page, or one copy per run of consecutive frames. The buffer is page-aligned, as frames are, because
+every kind of copy is fastest then.
 """
 
 from __future__ import annotations
@@ -159,8 +160,10 @@ def _get(stage: Stage, name: str, bar: Bar | None, geometry: str, *, recycled: b
 
 
 def walk(chains: int, quick: bool) -> list[int]:
-    """Return the numbers of all chains in random order, repeated until there are enough for a round. A prefetcher cannot
-    predict this order."""
+    """Return the numbers of all chains in random order, repeated until there are enough for a round.
+
+    No prefetcher can predict this order.
+    """
     random = np.random.default_rng(3)
     passes = max(1, -(-(6 if quick else STEPS) // chains))
     return [int(chain) for _ in range(passes) for chain in random.permutation(chains)]

@@ -56,8 +56,8 @@ class ClusterConfig:
         "",
         parse_text,
         (
-            "The catalog of the cluster's members: memory, file:PATH or etcd://HOST:PORT,... If it is not set, the daemon "
-            "is not in a cluster."
+            "The catalog of the cluster's members: memory, file:PATH or etcd://HOST:PORT,... If it is not set, the "
+            "daemon is not in a cluster."
         ),
         metavar="URL",
     )

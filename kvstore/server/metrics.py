@@ -73,7 +73,11 @@ MEMBERSHIP_AGE: Final = metric_info(
     "task",
 )
 MEMBERSHIP_FAILURES: Final = metric_info(
-    "kvstore", "counter", "membership_failures", "Failed attempts of these tasks. Each is retried.", "task"
+    "kvstore",
+    "counter",
+    "membership_failures",
+    "Failed attempts of the tasks that keep the daemon in its pool. Each is retried.",
+    "task",
 )
 MEMBERSHIP: Final = (MEMBERSHIP_AGE, MEMBERSHIP_FAILURES)
 """Every daemon in a pool has these, under these names."""

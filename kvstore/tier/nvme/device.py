@@ -51,8 +51,8 @@ class NvmeDevice:
     Attributes:
         incarnation, extent_bytes, positions: as in ``TierStore``.
         disk: the file or device.
-        starts: how often an owner has opened it, including this time. Generations have it in their high bits, which makes them
-            unique across starts.
+        starts: how often an owner has opened it, including this time. Generations have it in their high bits,
+            which makes them unique across starts.
         extents: the carved extents by position. Replaced, never changed in place.
         doubted: numbers of the extents that may have lost frames when the device's tail was cut off. Only a scan can
             show which frames are lost.
@@ -181,7 +181,7 @@ class NvmeDevice:
                 self._writers.update(chosen)
 
     def close_for_writing(self, positions: Iterable[int]) -> None:
-        """End writing. Call this once the pages are synced and their records stored, or once they have been given up."""
+        """End writing. Call this once the pages are synced and their records stored, or once they are given up."""
         chosen = set(positions)
         with self._mutex:
             assert all(self._writers[position] > 0 for position in chosen), chosen
