@@ -21,8 +21,9 @@ from transformers.cache_utils import Cache
 
 from engine.compute.models import Model, load_model
 from engine.compute.packed_linear import pack
-from engine.compute.paged_cache import Arena, Batch, Slice
+from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import runner_of
+from engine.memory.arena import Arena
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
 from kvstore.bench.stage import Stage, free_bytes
 

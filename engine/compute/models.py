@@ -121,10 +121,10 @@ def load_model(spec: str, *, device: str = "cpu", dtype: str = "float32", seed: 
     """
     if dtype not in (AUTO, *DTYPES):
         raise InvalidRequest("dtype", f"must be one of {', '.join((AUTO, *DTYPES))} (got {dtype!r})")
-    where = find_device(device)
+    torch_device = find_device(device)
     if spec in presets.PRESETS:
-        return _preset(spec, where, dtype_on(where, None) if dtype == AUTO else dtype, seed)
-    return _directory(spec, where, dtype)
+        return _preset(spec, torch_device, dtype_on(torch_device, None) if dtype == AUTO else dtype, seed)
+    return _directory(spec, torch_device, dtype)
 
 
 def dtype_on(device: torch.device, saved: torch.dtype | None) -> str:

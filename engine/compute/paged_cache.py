@@ -26,9 +26,7 @@ from transformers.cache_utils import Cache
 
 from engine.compute.kernel_args import BatchReading, reading_of
 from engine.compute.kernels import kernel_for
-from engine.memory.arena import Arena, Arenas, runs
-
-__all__ = ["Arena", "Arenas", "Batch", "PagedCache", "Slice", "runs"]
+from engine.memory.arena import Arenas, runs
 
 LayerHook = Callable[[int], None]
 
@@ -114,8 +112,9 @@ class Batch:
         layout: the layout of the first cache group. The layouts of other groups differ only in their layers and in
             fields that a forward does not read.
         kernel: the device's kernel. It reads all slices, by ``readings``; None if there is no kernel.
-        steps: without a kernel on a CPU, the slices of one token. None if there are none, and in all other cases.
-        chunks: without a kernel, all other slices, each with the row of the input in which it begins.
+        steps: on a CPU, the slices of one token; None if there are none. Always None on other devices.
+        chunks: all slices that neither ``kernel`` nor ``steps`` covers, each with the row of the input in which it
+            begins.
     """
 
     def __init__(
@@ -195,13 +194,14 @@ class Batch:
     def context(self, layer: int, part: Slice, start: int = 0) -> torch.Tensor:
         """Copy the KV of tokens from ``start`` to the end of a slice: ``[kv_heads, stop - start, content]``."""
         group, pages = self.arenas.places[layer][0], self.arenas.layer_pages(layer)
-        shape = self.layout.shape
-        page = start // shape[2]
-        frames = part.tables[group, page : -(-part.stop // shape[2])]
-        out = torch.empty((shape[1], len(frames), *shape[2:]), dtype=pages.dtype, device=pages.device)
+        _, kv_heads, page_tokens, content = self.layout.shape
+        first_page = start // page_tokens
+        frames = part.tables[group, first_page : -(-part.stop // page_tokens)]
+        out = torch.empty((kv_heads, len(frames), page_tokens, content), dtype=pages.dtype, device=pages.device)
         for index, frame, count in runs(frames):
             out[:, index : index + count] = pages[frame : frame + count].transpose(0, 1)
-        return out.view(shape[1], -1, shape[3])[:, start - page * shape[2] : part.stop - page * shape[2]]
+        offset = first_page * page_tokens
+        return out.view(kv_heads, -1, content)[:, start - offset : part.stop - offset]
 
 
 class PagedCache(Cache):

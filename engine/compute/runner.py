@@ -37,7 +37,7 @@ class HasNet(Protocol):
 
 
 class Forward(Protocol):
-    """A computer of batches: a ``Runner``, or a ``PacedRunner`` for a simulated model.
+    """An executor of batches: a ``Runner``, or a ``PacedRunner`` for a simulated model.
 
     Attributes:
         graphs: how decoding steps use graphs, or why they do not. ``status`` shows it.
@@ -65,10 +65,10 @@ def runner_of(model: Model, arenas: Arenas, steps_max: int) -> Forward:
 
 
 class Runner:
-    """A computer of batches with ``model.net`` over ``arenas``. Several threads may run batches of their own at once.
+    """The executor of batches for a real model. Several threads may run batches of their own at once.
 
-    The constructor changes the net: its attention reads pages, so that only a runner can run it, and on a CPU its
-    linear layers are packed.
+    The constructor changes ``model.net``: its attention reads pages of ``arenas``, so that only a runner can run it.
+    On a CPU its linear layers are packed.
     """
 
     graphs = "none: only a CUDA device has graphs"
@@ -101,9 +101,12 @@ class Runner:
         attribute ``graphs`` then has the reason. Call this method before the first computation.
         """
         kernel = kernel_for(self._arenas.groups[0].layout, self._arenas.device).kernel
+        if kernel is None:
+            self.graphs = "none: no kernel reads pages in place"
+            return
         frames = self._borrow()
-        if kernel is None or frames is None:
-            self.graphs = "none: no kernel reads pages in place" if kernel is None else "none: no frame is free"
+        if frames is None:
+            self.graphs = "none: no frame is free"
             return
         try:
             numbers = frames[:, 0].tolist()
