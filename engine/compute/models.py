@@ -198,7 +198,7 @@ def _directory(spec: str, device: torch.device, dtype: str) -> Model:
         problem = "is a file, not a directory" if path.exists() else "is neither a preset nor a directory here"
         raise InvalidRequest("model", f"{spec!r} {problem}; presets are {', '.join(presets.PRESETS)}")
     if not (path / "config.json").is_file():
-        _lacks(path, "config.json")
+        _raise_missing(path, "config.json")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
@@ -206,7 +206,7 @@ def _directory(spec: str, device: torch.device, dtype: str) -> Model:
     refuse_kind(config)
     files = _weight_files(path)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        _lacks(path, f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
+        _raise_missing(path, f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     tokenizer = _tokenizer(path)
     dtype = dtype_on(device, getattr(config, "dtype", None)) if dtype == AUTO else dtype
     net = _read_weights(path, config, dtype)
@@ -229,13 +229,13 @@ def _weight_files(path: Path) -> list[Path]:
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
                 raise InvalidRequest("model", f"{index} lists {name!r}, which is not a safetensors file next to it")
             if not (path / name).is_file():
-                _lacks(path, name)
+                _raise_missing(path, name)
         return [path / name for name in names]
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:
         reason = f"{path} has its weights in pickles ({pickles[0]}), which can run code; save them as safetensors"
         raise InvalidRequest("model", reason)
-    _lacks(path, "model.safetensors, or model.safetensors.index.json and the files that it lists")
+    _raise_missing(path, "model.safetensors, or model.safetensors.index.json and the files that it lists")
 
 
 def _tokenizer(path: Path) -> HFTokenizer:
@@ -266,7 +266,7 @@ def _read_weights(path: Path, config: PreTrainedConfig, dtype: str) -> PreTraine
         raise InvalidRequest("model", f"weights in {path}: {one_line(error)}") from error
     # transformers would fill missing weights with random numbers.
     if missing := sorted(report["missing_keys"]):
-        _lacks(path, f"{len(missing)} of the weights, for example {missing[0]}")
+        _raise_missing(path, f"{len(missing)} of the weights, for example {missing[0]}")
     loaded: PreTrainedModel = net
     return loaded
 
@@ -390,5 +390,5 @@ def _config_text(config: PreTrainedConfig) -> str:
     return json.dumps(terms, sort_keys=True, separators=(",", ":"), default=str)
 
 
-def _lacks(path: Path, what: str) -> NoReturn:
+def _raise_missing(path: Path, what: str) -> NoReturn:
     raise InvalidRequest("model", f"{path} lacks {what}")

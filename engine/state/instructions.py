@@ -221,7 +221,7 @@ class GiveBack:
     """Take back the frames of a sequence.
 
     Attributes:
-        freed: pages that are gone.
+        freed: pages whose frames are unused now.
         stay: its leading pages that stay in the arena, kept or in use by other sequences, in order.
     """
 

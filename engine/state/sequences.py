@@ -299,7 +299,7 @@ class Frames:
             sequence.listed += 1
 
     def give_back(self, sequence: Sequence) -> tuple[list[int], list[int]]:
-        """Take the frames back. Returns the pages that are gone, and the complete pages that stay, in order."""
+        """Take the frames back. Returns the pages that are freed, and the complete pages that stay, in order."""
         names, freed = sequence.names, []
         for name in names[: sequence.listed]:
             page = self._pages[name]
@@ -311,9 +311,9 @@ class Frames:
             else:
                 freed.append(sequence.table[index])
         self.unused += len(freed)
-        gone = set(freed)
-        for group, own in enumerate(sequence.other_pages):
-            self.other_unused[group] += sum(number in gone for number in sequence.table[:own])
+        freed_numbers = set(freed)
+        for group, pages in enumerate(sequence.other_pages):
+            self.other_unused[group] += sum(number in freed_numbers for number in sequence.table[:pages])
         for name in reversed(names[: sequence.whole]):
             page = self._pages[name]
             if not page.users:
