@@ -24,15 +24,18 @@ SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 STEP_KEYS = 16  # keys per small transaction
 TRANSACTION_KEYS_MAX = 64  # bounds the file's growth: LMDB reuses freed file pages only two transactions later
 IndexOp = tuple[Tier | None, list[bytes], list[Address]]
-"""The tier whose table changes (None: the table of reserved pages), keys, and their addresses (none: remove them)."""
+"""``(tier, keys, addresses)``. A tier of None means the table of reserved pages.
+
+An empty address list removes the keys."""
 
 
 class IndexKeeper:
     """The writer of a node's index.
 
     Attributes:
-        rebuild_due: why the last rebuild failed for lack of memory, and must be retried; "" if none is due. Until then
-            ``find`` reads the records. Clients use the old index, where a stale entry is a miss.
+        rebuild_due: the reason for a rebuild that failed for lack of memory and must be retried; "" if none is due.
+            Until the retry succeeds, ``find`` reads the records. Clients use the old index, where a stale entry is a
+            miss.
         mounted: returns the pages in memory that engines have mounted, which have no records here.
         rebuilds: number of rebuilds by reason.
     """
@@ -86,14 +89,15 @@ class IndexKeeper:
             return None
 
     def absent(self, tier: Tier, keys: Sequence[bytes]) -> int:
-        """Return how many keys, from the first on, have no entry."""
+        """Return how many leading keys have no entry."""
         addresses = self.look(tier, keys)
         if addresses is None:
             return next((i for i, key in enumerate(keys) if self.find(tier, key) is not None), len(keys))
         return next((i for i, address in enumerate(addresses) if address is not None), len(addresses))
 
     def look(self, tier: Tier, keys: Sequence[bytes]) -> list[Address | None] | None:
-        """Return the address that the index has for each key; None if it is not available now. Any thread may call."""
+        """Return each key's address, or None for a key without an entry. Return None instead of a list if the index
+        cannot be read now. Any thread may call."""
         if self.rebuild_due:
             return None
         try:
@@ -105,8 +109,8 @@ class IndexKeeper:
     def commit(self, ops: list[IndexOp]) -> None:
         """Apply the changes of a decision, in transactions of bounded size, so that the file grows little.
 
-        If there is no memory for a transaction, the changes are applied in small ones, whose memory was reserved before
-        the frames (``reserve``). If that fails too, the index is rebuilt from the records.
+        If there is no memory for a transaction, the changes are applied in small transactions. ``reserve`` set aside
+        memory for these before the pool got its frames. If that fails too, the index is rebuilt from the records.
         """
         if failpoint.ACTIVE:
             failpoint.hit("node.commit")
@@ -172,19 +176,20 @@ class IndexKeeper:
         return pending == len(self._pending_entries()) == 0
 
     def addresses(self, tier: Tier) -> Iterator[tuple[bytes, Address]]:
-        """Iterate over the entries of a tier, by key."""
+        """Iterate over the entries of a tier, in key order."""
         return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self._index.scan(tier))
 
     def pending(self) -> Iterator[tuple[bytes, Address]]:
-        """Iterate over the entries of reserved pages, by key."""
+        """Iterate over the entries of reserved pages, in key order."""
         return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self._index.scan_pending())
 
     def hold(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
-        """Return a snapshot of all entries, key and raw address, to be read at any time; see ``Index.snapshot``."""
+        """Return a snapshot of all entries (key, raw address) that can be read at any time; see ``Index.snapshot``."""
         return self._index.snapshot()
 
     def _sealed_entries(self, tier: Tier) -> tuple[bytes, bytes]:
-        """Return the keys and the raw addresses of all sealed records, each joined and by key, without duplicates."""
+        """Return the keys of all sealed records, concatenated in key order, and their raw addresses in the same order.
+        Duplicates are left out."""
         if tier == Tier.HBM and (mounted := list(self.mounted())):
             return b"".join(key for key, _ in mounted), b"".join(ADDRESS.pack(*address) for _, address in mounted)
         links = prefix_links.link([snapshot(table) for table in self._tables.values() if table.tier == tier])
@@ -213,7 +218,7 @@ class IndexKeeper:
         return sorted((key, ADDRESS.pack(*address)) for key, address in first.items())
 
     def rebuild(self, reason: str) -> None:
-        """Replace the index by a new one, from the records alone. Clients switch to its new epoch.
+        """Replace the index with a new one that is made from the records alone. Clients switch to its new epoch.
 
         If there is no memory for it, the old index stays, and ``rebuild_due`` is set. A stale entry is only a miss.
         """
@@ -263,5 +268,5 @@ def snapshot(table: ExtentTable) -> Snapshot:
 
 
 def names_in(rows: Rows, frames: Any, where: slice) -> Any:
-    """Return a column of keys, parents or roots ``[frames]`` of record rows, in the form of ``Snapshot``."""
+    """Return one column (keys, parents or roots) of the rows ``frames``, as an array like those in ``Snapshot``."""
     return np.ascontiguousarray(rows[frames, where]).view("S16").reshape(-1)

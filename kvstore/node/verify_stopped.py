@@ -1,16 +1,16 @@
-"""Verification of a node whose daemon does not run: records, index, checksums, prefix closure, and NVMe targets.
+"""Verification of a node whose daemon is not running: records, index, checksums, prefix closure, and NVMe targets.
 
 It reads the node's files and changes nothing. It holds the node's lock, so that no daemon starts in the meantime. A
-report has two lists. *Findings* are damage: a damaged sealed page, or a broken law. *Repairs* are what any start
-repairs: an index that is one decision behind the records after a kill, frames that were being written, or one damaged
-copy of a superblock.
+report has two lists. *Findings* are damage: a damaged sealed page, or a violated invariant. *Repairs* are what the next
+start fixes: an index that is one decision behind the records after a kill, frames that were being written, or one
+damaged copy of a superblock.
 
-The index of a killed node may list pages that have left, and lack the latest pages. The index of a stopped node must
+The index of a killed node may list pages that were removed, and lack the latest pages. The index of a stopped node must
 equal the records.
 
-On NVMe, the tables in shared memory say which pages are stored. Without them, after a reboot, the directories of clean
-extents do. In other extents every frame is verified. A torn page there is not damage, because its writer has received
-no reply that it is stored.
+On NVMe, the tables in shared memory say which pages are stored. After a reboot those are gone, and the directories of
+clean extents say it instead. In other extents every frame is verified. A torn page there is not damage, because its
+writer has received no reply that it is stored.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Report:
     """The result of a verification.
 
     Attributes:
-        state: of the node: "stopped" or "killed".
+        state: state of the node, "stopped" or "killed".
         verified: number of verified pages, by tier.
         damaged: tier, extent and frame of each damaged page.
         unstamped: number of pages that have no checksums yet.
@@ -105,7 +105,7 @@ def verify_targets(
     """Verify the targets that the folder names, and ``targets``.
 
     Args:
-        tables: the tables in shared memory of their extents.
+        tables: their extents' tables in shared memory.
 
     Raises:
         NodeBusy: a target is in use.
@@ -183,7 +183,8 @@ def _verify_extent(
         blocks = _read(disk, offset, geometry.directory_bytes(extent.frames))
         rows = unpack_directory(superblock.incarnation, extent, blocks)
         if rows is None:
-            report.repairs.append(f"nvme: {disk.path}: extent {extent.number}: its directory is damaged: it is scanned")
+            reason = f"the directory of extent {extent.number} is damaged, so the next start scans it"
+            report.repairs.append(f"nvme: {disk.path}: {reason}")
     if table is not None:
         rows = table.rows
     if rows is None:
@@ -210,9 +211,9 @@ def _pages(
     frames: npt.NDArray[np.intp],
     generations: npt.NDArray[np.uint64] | None,
 ) -> Iterator[tuple[int, FrameHeader | str]]:
-    """Read these frames. Yields each frame with the header of its page, or why the page is damaged.
+    """Read these frames. Yield each frame with the header of its page, or the reason why the page is damaged.
 
-    ``generations`` has the expected generation of each frame; None: any generation is valid.
+    ``generations`` has the expected generation of each frame. If it is None, any generation is valid.
     """
     frame_class, incarnation = extent.frame_class, superblock.incarnation
     stride, head = geometry.stride_bytes(frame_class), geometry.header_bytes(frame_class)
@@ -252,9 +253,9 @@ def verify_folder(path: Path, targets: Sequence[NvmeTarget] = ()) -> dict[str, A
 
     Raises:
         NodeUnavailable: there is no such folder.
-        NodeBusy: the node's daemon runs.
+        NodeBusy: the node's daemon is running.
         InvalidRequest: ``path`` is not a node's folder, or belongs to another user.
-        VersionMismatch: the node's files are of another version.
+        VersionMismatch: the node's files are from another version.
     """
     folder = NodeFolder.at(path)
     if not folder.path.is_dir():
@@ -279,22 +280,24 @@ def _verify_shm(folder: NodeFolder, report: Report) -> dict[int, ExtentTable]:
     """Verify everything in shared memory. Returns the tables of extents on NVMe."""
     header = Header.open(folder)
     if header is None:
-        report.findings.append("header: is absent or damaged: the next start recreates it, without these pages")
+        report.findings.append(
+            "header: absent or damaged; the next start recreates it, and all pages in memory are lost"
+        )
         return {}
     if header.boot_id != boot_id():
-        report.repairs.append("shared memory: is of an earlier boot: the next start recreates it")
+        report.repairs.append("shared memory: from an earlier boot; the next start recreates it")
         return {}
     stopped = header.state == DaemonState.STOPPED
     report.state = "stopped" if stopped else "killed"
     segment = SegmentMap.open(folder, header.incarnation)
     if segment is None:
         is_cut = SegmentFile.cut_to(folder, header.incarnation) is not None
-        loss = "its tail was cut off: some" if is_cut else "is absent, damaged or of another incarnation: the"
+        loss = "its tail was cut off; some" if is_cut else "absent, damaged or from another incarnation; the"
         report.findings.append(f"segment: {loss} pages in DRAM are lost")
         return {}
     mapped, lower = _tables(folder, header, segment, report)
     if (folder.path / LOADING).exists():
-        report.repairs.append("nvme: the tables in shared memory are incomplete: the next start recreates them")
+        report.repairs.append("nvme: the tables in shared memory are incomplete; the next start recreates them")
         lower = {}
     for tier in dict.fromkeys((Tier.DRAM, Tier.NVME, *(table.tier for table in lower.values()))):
         tables = [table for table in (*mapped.values(), *lower.values()) if table.tier == tier]
@@ -359,7 +362,7 @@ def _verify_records(table: ExtentTable, report: Report) -> None:
 
 
 def _verify_closure(tier: Tier, snapshots: list[Snapshot], report: Report) -> None:
-    """Verify that every page's parent is stored in the tier, and that no two pages have one key."""
+    """Verify that every page's parent is stored in the tier, and that no two pages have the same key."""
     links = prefix_links.link(snapshots)
     for i in np.flatnonzero(links.parent == -2).tolist():
         report.findings.append(f"{tier}: {links.address(i)}, page {links.key(i).hex()}: its parent is not stored")
@@ -378,7 +381,7 @@ def _verify_index(folder: NodeFolder, header: Header, tier: Tier, snapshots: lis
         if index is not None:
             index.close()
     if entries is None:
-        report.findings.append(f"index: epoch {header.epoch} is absent or damaged: the next start recreates it")
+        report.findings.append(f"index: epoch {header.epoch} is absent or damaged; the next start recreates it")
         return
     differences = report.findings if report.state == "stopped" else report.repairs
     by_extent = {extent.extent: extent for extent in snapshots}
@@ -386,7 +389,7 @@ def _verify_index(folder: NodeFolder, header: Header, tier: Tier, snapshots: lis
         address = Address(*ADDRESS.unpack(raw))
         fault = _entry_fault(key, address, by_extent.get(address.extent))
         if fault:
-            # A generation has one page, so a kill does not explain another key.
+            # Each generation belongs to exactly one page, so a different key cannot be the result of a kill.
             lines = report.findings if fault == OTHER_KEY else differences
             lines.append(f"{tier}: index {key.hex()}: {address} {fault}")
     links = prefix_links.link(snapshots)
@@ -396,7 +399,7 @@ def _verify_index(folder: NodeFolder, header: Header, tier: Tier, snapshots: lis
 
 
 def _entry_fault(key: bytes, address: Address, extent: Snapshot | None) -> str:
-    """Return why an entry of the index is wrong, or "" if it is right."""
+    """Return why an index entry is wrong, or "" if it is right."""
     if extent is None or address.frame >= len(extent.words):
         return "is not a frame"
     if int(extent.words[address.frame]) != address.generation << 8 | FrameState.SEALED:
@@ -405,7 +408,7 @@ def _entry_fault(key: bytes, address: Address, extent: Snapshot | None) -> str:
 
 
 def _verify_puts(folder: NodeFolder, header: Header, report: Report) -> None:
-    """Report published puts that no daemon has taken in. The next start takes them in."""
+    """Report published puts that no daemon has applied yet. The next start applies them."""
     puts = PutLog.open(folder, header.puts_id, writable=False)
     if puts is None:
         if header.puts_id:

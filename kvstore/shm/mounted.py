@@ -1,20 +1,25 @@
-"""MountedTable: the records of memory that an engine has mounted, written only by that engine.
+"""MountedTable: the records of memory that an engine has mounted. Only that engine writes them.
 
-They are in the file ``mounted-<number>`` of a node's folder. The number is an extent number, and is never used again::
+They are in the file ``mounted-<number>`` of a node's folder. The number is an extent number, and is never reused::
 
-    0        head    magic, version, incarnation of the node, number, session, geometry, how the memory is exported,
+        0        head    magic, version, incarnation of the node, number, session, geometry, how the memory is exported,
                      where pages are in it (``model.shard``), checksum
-    4 KiB    held    a word per frame, written by readers: until when a process reads there (CLOCK_MONOTONIC) ..
-    rows    a row per frame (``model.replica.RecordFormat`` without a tail), written by the engine
+    4 KiB    held    a word per frame, written by readers: until when a process reads there (CLOCK_MONOTONIC)
+    ...      rows    a row per frame (``model.replica.RecordFormat`` without a tail), written by the engine
 
-The engine changes a row in this order. Its word is 0: the frame is empty. ``fill`` writes the body, and SEALED into the
-word last. ``retire`` writes RETIRING under the same generation: no new read begins, and running ones may end. ``clear``
-writes 0, and the frame may be written again. Generations come from one counter and are never used again. In place of a
-lease's deadline a row has the page's span, see ``model.prefix``.
+A row goes through these steps:
 
-A reader stores ``held`` before it looks at a word, and looks at the word again after the read. So ``held`` only saves a
-reader from a useless read; the read is valid because the generation is unchanged. The engine waits for ``held`` no
-longer than ``HOLD_NS``, whatever value is written there.
+1. The word is 0: the frame is empty.
+2. ``fill`` writes the body, then SEALED into the word.
+3. ``retire`` writes RETIRING under the same generation. No new read begins; reads in progress may end.
+4. ``clear`` writes 0, and the frame may be written again.
+
+Generations come from one counter and are never reused. A row has the page's span (see ``model.prefix``) where other
+records have a lease's deadline.
+
+A reader stores ``held`` before it looks at a word, and looks at the word again after the read. So ``held`` only makes
+wasted reads rarer. What makes a read valid is that the generation has not changed after it. The engine waits for
+``held`` no longer than ``HOLD_NS``, whatever value is written there.
 
 If the engine's memory is shared memory, it is the file ``mounted-<number>-data``. If other processes need a descriptor
 of it, the engine passes one at the socket ``mounted-<number>-pass``.
@@ -49,10 +54,10 @@ EXPORT_BYTES_MAX: Final = 1024
 _MAGIC: Final = int.from_bytes(b"KVMOUNT1", "little")
 _VERSION: Final = 2
 _PREFIX: Final = "mounted-"
-_HEAD_BYTES: Final = 4096  # enough for the longest export, and for strides with most layers and dimensions
+_HEAD_BYTES: Final = 4096  # enough for the longest export and strides with the maximum number of layers and dimensions
 _PAGE: Final = 4096
 # magic, version, incarnation, number, session, page_bytes, page_tokens, layers, frames, kind of export, its length,
-# number of layers and of dimensions of the strides. The numbers of the strides follow the export.
+# number of layers and of dimensions of the strides. The strides themselves follow the export.
 _HEAD: Final = struct.Struct("<13Q")
 _SEALED, _RETIRING = int(FrameState.SEALED), int(FrameState.RETIRING)
 _STATE: Final = np.uint64(0xFF)
@@ -65,17 +70,18 @@ def mounted_path(folder: NodeFolder, number: int) -> Path:
 
 
 def data_path(folder: NodeFolder, number: int) -> Path:
-    """Return the path of its memory, if that is shared memory."""
+    """Return the path of a segment's memory, if that is shared memory."""
     return folder.path / f"{_PREFIX}{number}-data"
 
 
 def passing_path(folder: NodeFolder, number: int) -> Path:
-    """Return the path of the socket at which its engine passes a descriptor of its memory, if readers need one."""
+    """Return the path of the socket at which a segment's engine passes a descriptor of the memory, if readers need
+    one."""
     return folder.path / f"{_PREFIX}{number}-pass"
 
 
 def mounted_numbers(folder: NodeFolder) -> list[int]:
-    """Return the numbers of segments that have a file here, sound or not."""
+    """Return the numbers of all segments with a file in the folder, even a damaged one."""
     try:
         names = os.listdir(folder.path)
     except FileNotFoundError:
@@ -85,9 +91,9 @@ def mounted_numbers(folder: NodeFolder) -> list[int]:
 
 
 def remove_mounted(folder: NodeFolder, number: int) -> None:
-    """Remove the files of a segment whose engine has ended or does not need it. May be repeated.
+    """Remove the files of a segment whose engine has ended or does not need it. Can be repeated.
 
-    Processes that have them mapped miss from then on.
+    From then on, every lookup by a process that still maps them is a miss.
     """
     with contextlib.suppress(OSError):
         fd = open_plain(mounted_path(folder, number), os.O_RDWR)
@@ -132,7 +138,7 @@ class MountedTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory, up to the end of the last page."""
+        """Size of the memory in bytes, up to the end of the last page."""
         return self.strides.nbytes(self.frames)
 
     @classmethod
@@ -170,7 +176,7 @@ class MountedTable:
 
     @classmethod
     def open(cls, folder: NodeFolder, number: int, incarnation: int) -> MountedTable | None:
-        """Open a reader's table. Return None if it is absent, damaged, or of another node: any doubt is a miss."""
+        """Open a reader's table. Return None if it is absent, damaged, or from another node: any doubt is a miss."""
         try:
             fd = open_plain(mounted_path(folder, number), os.O_RDWR)
         except OSError:
@@ -191,7 +197,7 @@ class MountedTable:
     # --- for the engine ---------------------------------------------------------------------------------------------
 
     def fill(self, frames: Sequence[int], generation: int, keys: Keys, position: int, spans: Sequence[int]) -> None:
-        """Write pages into these empty frames, under consecutive generations from ``generation`` on.
+        """Write pages into these empty frames, under consecutive generations starting at ``generation``.
 
         ``position``: place of the first page in its chain.
         """
@@ -220,10 +226,10 @@ class MountedTable:
         return now_ns < min(int(self.held[frame]), retired_ns + HOLD_NS)
 
     def clear(self, frame: int) -> None:
-        """Mark the frame as empty: running reads there become void."""
+        """Mark the frame as empty. Reads in progress there become invalid."""
         self.words[frame] = 0
 
-    # --- for a start of the node ------------------------------------------------------------------------------------
+    # --- for the node's startup -------------------------------------------------------------------------------------
 
     def sealed(self) -> npt.NDArray[np.int64]:
         """Return the frames with a sealed page whose record is sound."""

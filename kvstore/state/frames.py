@@ -1,8 +1,8 @@
 """Frames: which frames are free, and which extents and frame classes they belong to.
 
 A segment is a row of equal *positions*. A position is carved into an *extent* of one frame class when that class needs
-frames. An extent number is never used twice. When no position is vacant, a class evicts its own coldest pages, or takes
-an extent from a class that is idle or whose coldest page is much colder. Every active class keeps at least one extent.
+frames. An extent number is never reused. When no position is vacant, a class evicts its own coldest pages, or takes an
+extent from a class that is idle or whose coldest page is much colder. Every active class keeps at least one extent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.state.eviction import POLICIES, POLICY_DEFAULT, EvictionPolicy, Pag
 from kvstore.state.eviction.base import Tail
 
 _FREE, _SEALED = FrameState.FREE, FrameState.SEALED
-SORTED_MAX = 1024  # with more free frames than this, the earliest freed ones are taken, without a look at runs
+SORTED_MAX = 1024  # with more free frames than this, those freed first are taken, without a search for runs
 TOGETHER_TOKENS = 256  # pages with fewer tokens are judged in groups of this many tokens, larger ones one by one
 
 
@@ -47,14 +47,15 @@ class Extent:
         self.sealed = 0
         self.closed = False  # its device accepts no more writes: pages are read, no frame is granted
         self.leaving = False  # it is being emptied, see ``tiering.extent_reclaim``: no frame is granted
-        self.late = False  # its device does not answer now: no frame is granted until it does
+        self.late = False  # its device is not responding: no frame is granted until it does
 
     def count(self, state: FrameState) -> int:
         """Return the number of frames in ``state``."""
         return self.state.count(state)
 
     def similar_before(self, frame: int, most: int) -> int:
-        """Return how many frames just before this one, up to ``most``, hold a page of its root with one child."""
+        """Return how many frames just before this one, up to ``most``, hold a page that has the same root and exactly
+        one child."""
         for values, value in ((self.state, _SEALED), (self.children, 1), (self.owner, self.owner[frame])):
             before = values[max(0, frame - most) : frame]
             if isinstance(before, bytearray) or before.typecode == "B":
@@ -101,7 +102,7 @@ class Extent:
         return frames
 
     def restore(self, free: list[int]) -> None:
-        """Set the free frames, at a start."""
+        """Replace the list of free frames."""
         self.free = deque(free)
         self.pool.extents_with_free.pop(self.number, None)
         if free and self.grants:
@@ -118,7 +119,7 @@ class Extent:
         self.pool.extents_with_free.pop(self.number, None)
 
     def set_late(self, late: bool) -> None:
-        """Stop granting frames while the device does not answer (``late``), or grant them again."""
+        """Stop granting frames while the device is not responding (``late``), or grant them again."""
         self.late = late
         self.restore(list(self.free))
 
@@ -143,13 +144,13 @@ class ClassPool:
     """All extents of one frame class, and the order in which their pages are evicted.
 
     Attributes:
-        unsaved: cold pages that left the policy and have to be saved to the tier below first: slot -> last use (ms)
-            when they left it.
+        unsaved: cold pages, removed from the policy, that must be saved to the tier below before they are evicted: slot
+            -> last use (ms) at the time of removal.
         ready: the same for cold pages that may be evicted at once.
         by_base: ``slot_base // frames_per_extent`` -> extent.
         spare_bases: keys of ``by_base`` that belonged to dropped extents.
         extents_with_free: extents with frames that can be taken, by number.
-        granted_ahead: RESERVED frames without a key, over all sessions.
+        granted_ahead: number of RESERVED frames without a key, across all sessions.
         used_ns: when frames of this class were last requested.
     """
 
@@ -174,19 +175,20 @@ class ClassPool:
         self.policy.add(slot, page)
 
     def withdraw(self, slot: int) -> None:
-        """Stop offering a page that has a child again. No-op if it is not offered."""
+        """Stop offering a page that has gained a child. No-op if it is not offered."""
         self.policy.remove(slot)
         self.unsaved.pop(slot, None)
         self.ready.pop(slot, None)
 
     def forget(self, slot: int, key: int | None) -> None:
-        """Forget a page that has left. ``key``: see ``EvictionPolicy.forget``."""
+        """Forget a page that was evicted or removed. ``key``: see ``EvictionPolicy.forget``."""
         self.unsaved.pop(slot, None)
         self.ready.pop(slot, None)
         self.policy.forget(slot, key)
 
     def forget_tail(self, tail: Tail) -> int:
-        """Forget a leaf that has left, and pages before it. Return how many these are, see ``EvictionPolicy``."""
+        """Forget an evicted leaf and some of the pages before it. Return how many preceding pages were forgotten, see
+        ``EvictionPolicy``."""
         slot = tail.slots[-1]
         self.unsaved.pop(slot, None)
         self.ready.pop(slot, None)
@@ -222,7 +224,7 @@ class ClassPool:
 
 
 class ExtentNumbers:
-    """A source of extent numbers, none of them twice."""
+    """A source of extent numbers that are never reused."""
 
     def __init__(self) -> None:
         self._next = 1
@@ -233,7 +235,7 @@ class ExtentNumbers:
         return self._next - 1
 
     def skip(self, number: int) -> None:
-        """Skip the numbers below this one, which were used before."""
+        """Skip all numbers lower than ``number``, which were used before."""
         self._next = max(self._next, number)
 
 
@@ -241,16 +243,16 @@ class Segment:
     """The positions of one tier and the frame classes that they are carved for. Bookkeeping only, see ``NodeState``.
 
     Args:
-        frames_in: returns the frames of a class in an extent; by default frames are contiguous without gaps.
-        stride: returns the bytes of a page of a class including its header; by default those of its frame.
+        frames_in: returns how many frames of a class fit in an extent; by default frames are contiguous without gaps.
+        stride: returns the size in bytes of a page with its header; by default the size of its frame.
         numbers: source of extent numbers, shared by the tiers of a node.
         policy: name of the eviction policy of every class.
 
     Attributes:
         tables: how many extents of a class this event may carve; a missing class has no limit.
         quarantined: positions that sessions may still write to, with these sessions.
-        bound: positions from here on are given back, because a smaller node has taken over.
-        beyond: those of them that hold no page any more.
+        bound: positions starting at this one are given back, because the node was restarted with less memory.
+        beyond: the positions to give back that no longer hold a page.
     """
 
     def __init__(
@@ -280,13 +282,13 @@ class Segment:
         self.pools: dict[FrameClass, ClassPool] = {}
 
     def frames_per_extent(self, frame_class: FrameClass) -> int:
-        """Return the frames of a class in one extent; 0 if a page does not fit."""
+        """Return how many frames of a class fit in one extent; 0 if a page does not fit."""
         return self._frames_in(self.extent_bytes, frame_class)
 
     def pool(self, frame_class: FrameClass) -> ClassPool:
-        """Return the pool of a class, made on first use without extents.
+        """Return the pool of a class. It is created on first use, without extents.
 
-        Clients may name very many classes. Those without extents are forgotten, except the newest.
+        Clients can name very many classes. Classes without extents are forgotten, except the newest.
         """
         pool = self.pools.get(frame_class)
         if pool is None:
@@ -299,10 +301,10 @@ class Segment:
         return pool
 
     def ahead_max(self, pool: ClassPool) -> int:
-        """Return how many frames of a class may be granted ahead, over all sessions.
+        """Return how many frames of a class may be granted ahead, across all sessions.
 
-        A class that can grow gets a share of its largest size, as far as frames are free now: nothing is evicted or
-        carved for these.
+        A class that can grow gets a share of the largest size it could reach, limited to frames that are free now. No
+        page is evicted and no extent carved for frames granted ahead.
         """
         grown = pool.frames + len(self.vacant & self.populated) * pool.frames_per_extent
         free = min(grown // GRANTED_AHEAD_SHARE, pool.free + pool.granted_ahead)
@@ -342,7 +344,7 @@ class Segment:
         self.populated.difference_update(positions)
 
     def uncarve(self, extent: Extent) -> None:
-        """Take an extent whose frames are all free away from its class. Its position is vacant again."""
+        """Take an entirely free extent away from its class. Its position is vacant again."""
         assert extent.count(_FREE) == extent.frames
         pool = extent.pool
         base = extent.slot_base // pool.frames_per_extent
@@ -353,7 +355,7 @@ class Segment:
         pool.policy.resize(pool.frames)
 
     def limit(self, bound: int) -> None:
-        """Stop carving positions from ``bound`` on, at a start. Pages there stay until they are moved."""
+        """At startup, stop carving positions starting at ``bound``. Pages there stay until they are moved."""
         self.bound = bound
         self.beyond = {position for position in self.vacant if position >= bound}
         self.vacant -= self.beyond
@@ -362,7 +364,7 @@ class Segment:
         (self.vacant if position < self.bound else self.beyond).add(position)
 
     def quarantine(self, writers: Mapping[int, Iterable[int]]) -> None:
-        """Keep vacant positions from being carved until each of their sessions has ended, at a start."""
+        """At startup, keep vacant positions from being carved until all their sessions have ended."""
         for position, sessions in writers.items():
             if position in self.vacant | self.beyond and sessions:
                 self.vacant.discard(position)
@@ -370,7 +372,7 @@ class Segment:
                 self.quarantined[position] = set(sessions)
 
     def session_ended(self, session: int) -> bool:
-        """Remove a session from quarantine. Return True if a position is vacant again by that."""
+        """Remove a session from quarantine. Return True if this makes a position vacant again."""
         released = [position for position, sessions in self.quarantined.items() if sessions == {session}]
         for sessions in self.quarantined.values():
             sessions.discard(session)
@@ -415,14 +417,15 @@ class Segment:
         return None
 
     def empty(self, taker: ClassPool, now_ns: int) -> list[Extent]:
-        """Return the empty extents of other classes that may give one."""
+        """Return the empty extents of all other classes that may give up an extent."""
         givers = [pool for pool in self.pools.values() if pool is not taker and self._may_give(pool, now_ns)]
         return [
             extent for pool in givers for extent in pool.extents_with_free.values() if len(extent.free) == extent.frames
         ]
 
     def _may_give(self, pool: ClassPool, now_ns: int) -> bool:
-        """Return True if the class keeps another extent, or no frame of it was requested during ``IDLE_NS``."""
+        """Return True if the class would keep another extent, or none of its frames was requested during
+        ``IDLE_NS``."""
         return len(pool.extents) > 1 or (bool(pool.extents) and now_ns - pool.used_ns > IDLE_NS)
 
 
@@ -433,5 +436,5 @@ STEAL_MARGIN_NS = 100_000_000  # differences of ages below a tenth of a second a
 
 
 def contiguous_frames(extent_bytes: int, frame_class: FrameClass) -> int:
-    """Return the frames of a class in an extent that holds nothing else."""
+    """Return how many contiguous frames of a class fit in an extent."""
     return extent_bytes // frame_class.frame_bytes

@@ -1,4 +1,4 @@
-"""Calls about opaque objects over gRPC. A value is stored and sent as a whole, so a call's buffer holds all of it."""
+"""Calls for opaque objects over gRPC. A value is stored and sent as a whole, so a call's buffer holds all of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS_MAX: Final = 16384  # of one call
 
 
 class ObjectCalls:
-    """The calls about objects, answered by a client of the node in this process.
+    """Handlers for the object calls. They use an in-process client of the node.
 
     Args:
         buffer_bytes: the limit of all calls' buffers together.
@@ -79,7 +79,7 @@ class ObjectCalls:
     def _check_size(self, field: str, size: int) -> None:
         if size > self.bytes_max:
             raise InvalidRequest(
-                field, f"must be a value of at most {self.bytes_max} bytes (got {size}; see rpc_buffers)"
+                field, f"the value has {size} bytes; the limit is {self.bytes_max} (setting rpc_buffers)"
             )
 
     async def contains(self, call: Call, message: bytes) -> bytes:

@@ -35,9 +35,9 @@ class OwnerReport:
 
     Attributes:
         entries: number of entries that the owner should have.
-        missing: number of these that it does not have.
-        stale: number of entries that it has for pages that left.
-        error: why the owner did not answer, or "".
+        missing: number of these that the owner lacks.
+        stale: number of entries that the owner has for pages that the node no longer has.
+        error: why the owner gave no answer, or "".
     """
 
     entries: int = 0
@@ -57,8 +57,8 @@ class DirectoryAudit:
         self._links = links
 
     def run(self, _: dict[str, Any]) -> dict[str, Any]:
-        """Carry out the admin call ``heard``: return ``owners``, an ``OwnerReport`` by name, and ``reason``, why there
-        are none.
+        """Carry out the admin call ``heard``: return ``owners`` (name -> ``OwnerReport``), and ``reason``: why
+        ``owners`` is empty, or "".
 
         Raises:
             Unavailable: the node is stopping.
@@ -67,7 +67,7 @@ class DirectoryAudit:
         if view is None or secret is None or not view.lists(self._node.incarnation):
             return {
                 "owners": {},
-                "reason": "the catalog lists no data server of this node: it announces its pages to no node",
+                "reason": "the catalog lists no data server for this node, so the node does not announce its pages",
             }
         placement, reports = Placement(view.peers), dict[str, OwnerReport]()
         differences: dict[str, tuple[Fingerprints, Fingerprints]] = {}
@@ -76,7 +76,7 @@ class DirectoryAudit:
                 time.sleep(BETWEEN_S)
             contents = dump(self._node, secret)
             if contents is None:
-                return {"owners": {}, "reason": "its pages change faster than they can be listed"}
+                return {"owners": {}, "reason": "the node's pages change faster than they can be listed"}
             pages = contents[1]
             for name, owned in placement.owned(pages.spans).items():
                 if look and name not in differences:
@@ -104,7 +104,7 @@ class DirectoryAudit:
         return OwnerReport(len(actual), len(missing), len(stale)), (missing, stale)
 
     def _listed_by(self, owner: PoolNode) -> Fingerprints:
-        """Return all entries that an owner lists for this node. Raises KVStoreError if it does not answer."""
+        """Return all entries that an owner lists for this node. Raises KVStoreError if the owner gives no answer."""
         parts, start = [NOTHING], 0
         with self._links.to(owner, time.monotonic() + ANSWER_S) as connection:
             while True:

@@ -5,9 +5,9 @@ Each of its pages ends in one of two ways: it is sealed in the frame that was RE
 again. Frames that are being erased are RETIRING from ``Erase`` until ``Erased``; after a restart the erasure is done
 again. If the daemon dies before the report, the next start undoes the batch: its frames are in no index.
 
-While a page is copied, nothing may move it or evict its parent. So each source is held, like the parent of a
-reservation, and so is the page in the other tier that the first new pages will follow. Damage breaks a hold. So when a
-copy arrives, it is sealed only if its source is still the page that was chosen and its parent is still there.
+While a page is copied, nothing may move it or evict its parent. So each source is held, as a reservation's parent is.
+The page in the target tier that will be the parent of the first copied page is held too. Damage breaks a hold. So when
+a copy arrives, it is sealed only if its source is still the page that was chosen and its parent is still there.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class CopyBatch:
     Attributes:
         source, target: the tiers that the pages are copied from and to.
         held: pages that are held in either tier, one entry per hold.
-        leaves: sources that were about to leave their tier: their last use (ms) when they were set aside.
+        leaves: sources that were about to leave their tier -> their last use (ms) at the time they were set aside.
         waits_for: keys of parents that an earlier batch is still loading.
-        late: one of its devices does not answer now; other batches need not wait for this one.
+        late: one of its devices is not responding; other batches need not wait for this one.
     """
 
     pages: list[do.Copying]
@@ -48,7 +48,7 @@ class CopyBatch:
 
 @dataclass(slots=True)
 class Arrival:
-    """The outcome of a batch: places, parents' keys and standings of the sealed pages, and the frames left unused."""
+    """The outcome of a batch: place, parent's key and standing of each sealed page, and the unused frames."""
 
     places: list[int] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
@@ -68,23 +68,24 @@ class CopyBatches:
         self.staging: dict[int, CopyBatch] = {}  # saves of pages that are not sealed in their source frames
         self.down: dict[Tier, set[bytes]] = {tier: set() for tier in tiers}  # keys that are being saved there
         self.up: dict[Tier, set[bytes]] = {tier: set() for tier in tiers}  # keys that are being loaded there
-        self._late_loads: dict[Tier, set[int]] = {}  # positions of devices that do not answer reads
+        self._late_loads: dict[Tier, set[int]] = {}  # positions of devices that are not responding to reads
         self._next = 1
 
     def start_saving(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
-        """Hold the sources of these pages and start to save them. Their frames below are already taken."""
+        """Hold the sources of these pages and start saving them. Their frames in the lower tier are already taken."""
         # Branches may leave a chain at any page, so each source is held separately.
         self._hold_sources(batch)
         out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(do.Save(self._register(self.saving, batch), batch.pages))
 
     def start_staged(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
-        """Start to save pages out of reserved frames that have no writer any more. Their frames below are taken."""
+        """Start saving pages from reserved frames that no longer have a writer. Their frames in the lower tier are
+        already taken."""
         out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(do.Save(self._register(self.staging, batch), batch.pages))
 
     def start_loading(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
-        """Hold the sources of these pages and start to load them. Their frames above are already taken."""
+        """Hold the sources of these pages and start loading them. Their frames in the upper tier are already taken."""
         self._hold_sources(batch)
         for page in batch.pages:
             self.up[batch.target.tier].add(page.key)
@@ -93,7 +94,7 @@ class CopyBatches:
         out.append(do.Load(self._register(self.loading, batch), batch.pages))
 
     def start_carrying(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
-        """Hold these pages and start to copy them. Their new frames, in the same tier, are already taken."""
+        """Hold these pages and start copying them. Their new frames, in the same tier, are already taken."""
         self._hold_sources(batch)
         out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(do.Carry(self._register(self.carrying, batch), batch.pages))
@@ -105,7 +106,7 @@ class CopyBatches:
             batch.held.append(page.source)
 
     def start_erasing(self, pages: list[tuple[bytes, Address]], out: list[do.Instruction]) -> None:
-        """Start to erase these frames, which are RETIRING."""
+        """Start erasing these RETIRING frames."""
         number, self._next = self._next, self._next + 1
         self.erasing[number] = pages
         out.append(do.Erase(number, pages))
@@ -122,22 +123,22 @@ class CopyBatches:
                 batch.late = any(place.get(page.source.extent) in loads for page in batch.pages)
 
     def is_unreadable(self, space: Space, source: Address) -> bool:
-        """Return True if the device of this page does not answer. No load of the page starts then."""
+        """Return True if the page's device is not responding, so that no load of the page may start."""
         extent = space.segment.extents.get(source.extent)
         return extent is not None and extent.position in self._late_loads.get(space.tier, ())
 
     def is_saving(self, source: Space) -> bool:
-        """Return True if a batch of pages of this tier is being saved that is not late."""
+        """Return True if a batch that is not late is being saved from this tier."""
         return any(batch.source is source and not batch.late for batch in self.saving.values())
 
     def is_behind_late(self, target: Space, anchor: bytes) -> bool:
-        """Return True if the page of this key is being saved to that tier in a late batch."""
+        """Return True if the page with this key is being saved to ``target`` in a late batch."""
         batches = (*self.saving.values(), *self.staging.values())
         late = (batch for batch in batches if batch.target is target and batch.late)
         return anchor in self.down[target.tier] and any(page.key == anchor for batch in late for page in batch.pages)
 
     def bytes_to(self, target: Space) -> int:
-        """Return the bytes that are being written to that tier. They may not be counted as written yet."""
+        """Return how many bytes are being written to that tier. Some of them might not yet be counted as written."""
         batches = (*self.saving.values(), *self.staging.values(), *self.carrying.values())
         stride = target.segment.stride
         return sum(len(batch.pages) * stride(batch.frame_class) for batch in batches if batch.target is target)
@@ -149,14 +150,15 @@ class CopyBatches:
 
     @property
     def under_way(self) -> int:
-        """Number of batches that were decided and not reported yet."""
+        """Number of batches that were decided and are not reported yet."""
         batches = len(self.saving) + len(self.loading) + len(self.carrying) + len(self.staging)
         return batches + len(self.erasing)
 
     def touches(self, keys: set[bytes]) -> bool:
-        """Return True if one of these pages is being copied, or is not erased yet at its source.
+        """Return True if one of these pages is being copied, or its old frame is still to be erased.
 
-        The key of a page that a start erases is not known. Until it is erased, it may be any page.
+        If an erasure is repeated after a restart, the page's key is unknown. Until the erasure ends, it could be any
+        page.
         """
         carried = {page.key for batch in self.carrying.values() for page in batch.pages}
         erased = {key for pages in self.erasing.values() for key, _ in pages}
@@ -223,7 +225,7 @@ class CopyBatches:
         return any(batch.frame_class == frame_class and space in (batch.source, batch.target) for batch in batches)
 
     def target_frames(self) -> list[Address]:
-        """Return the RESERVED frames of all tiers that pages are being copied into."""
+        """Return the RESERVED frames, in all tiers, that are targets of copies."""
         return [page.target for batch in self._batches() for page in batch.pages]
 
     def held_extents(self) -> set[int]:
