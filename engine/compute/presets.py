@@ -222,8 +222,6 @@ def fill(tensor: torch.Tensor, std: float, seed: str) -> None:
     The numbers, and so the weights digest, are the same on all processors: drawing from [0, 1) and the two steps after
     that are exact. A normal distribution needs logarithms, whose last bit differs between processors.
     """
-    import torch
-
     digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     with torch.no_grad():

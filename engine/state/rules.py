@@ -51,8 +51,9 @@ class Rules:
     def frames_for(self, tokens: int) -> tuple[int, ...]:
         """Return how many frames of each group a sequence of this many tokens needs.
 
-        In a group with a window the frames are at most a ring, just large enough for the longest chunk and for what its
-        first token sees. A page overwrites the page that is one ring's length before it, which no later token sees.
+        In a group with a window the number is at most that of a ring. A ring is just large enough for the longest chunk
+        and for the tokens that its first token sees. A page overwrites the page that is one ring's length before it,
+        because no later token sees that page.
         """
         pages = -(-tokens // self.page_tokens)
         return tuple(min(pages, self._ring(group.window)) if group.window else pages for group in self.groups)
@@ -88,7 +89,7 @@ def ring_frames(window: int, chunk_tokens: int, page_tokens: int) -> int:
 def needed_from(window: int, tokens: int, page_tokens: int) -> int:
     """Return the first token of the first page that a group with ``window`` still needs after ``tokens`` tokens.
 
-    Later tokens need that page, or computing the last of the ``tokens`` again does. Without a window (0) all pages are
-    needed.
+    The page is needed to compute later tokens, or to compute the last of the ``tokens`` again. Without a window (0) all
+    pages are needed.
     """
     return max(0, tokens - window) // page_tokens * page_tokens if window else 0
