@@ -1,7 +1,7 @@
 """Fleet: nodes, paced engines and a conductor as real processes, and requests that are sent on a schedule.
 
-A paced engine (``engine.compute.presets``) writes, reads and hands over real pages, but sleeps instead of computing. So
-eight of them run on two cores. One token represents ``PACED_TOKENS`` tokens of a large model, a page of 16 tokens
+A paced engine (``engine.compute.presets``) writes, reads and hands over real pages, but sleeps instead of computing KV.
+So eight of them run on two cores. One token represents ``PACED_TOKENS`` tokens of a large model, a page of 16 tokens
 represents 512, and a second represents five seconds.
 """
 

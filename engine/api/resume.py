@@ -47,7 +47,7 @@ class AnsweringEngine(Protocol):
 
 
 def user_request(prompt: Prompt, **arguments: Any) -> Request:
-    """Make a request from the arguments of a user. Raises InvalidRequest if an argument is unknown or not valid."""
+    """Turn a user's arguments into a request. Raises InvalidRequest if an argument is unknown or not valid."""
     sampling = {name: arguments.pop(name) for name in Sampling.__dataclass_fields__ if name in arguments}
     unknown = sorted(arguments.keys() - ARGUMENTS)
     if unknown:

@@ -90,7 +90,7 @@ def salt_of(message: pb.SubmitRequest, salt: str) -> str:
 
 
 def request_of(message: pb.SubmitRequest, salt: str, deadline_s: float) -> Request:
-    """Return the request of a message. A request with a text has no tokens until ``tokenized``.
+    """Return the request of a message. A request whose prompt is a string has no tokens until ``tokenized``.
 
     Args:
         salt: the default salt.
@@ -157,7 +157,11 @@ def _choice(kind: type[Choice], name: str, value: str) -> Choice | None:
 
 
 def _tokens_of(message: pb.SubmitRequest) -> Tokens | None:
-    """Return the token ids of a message; None if it has a text. Raises InvalidRequest if it has neither, or both."""
+    """Return the token ids of a message; None if its prompt is a string.
+
+    Raises:
+        InvalidRequest: the message has neither, or both.
+    """
     forms = [name for name in ("tokens", "token_ids", "text") if getattr(message, name)]
     if len(forms) != 1:
         reason = "must have one of tokens, token_ids and text"

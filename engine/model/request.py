@@ -42,7 +42,7 @@ class RoleOrder(NamedTuple):
 NO_ORDER: Final = RoleOrder(0, 0)
 REVISION_MAX: Final = (1 << 53) - 1  # the largest integer that every JSON parser can represent
 PRIORITY_MAX: Final = 100  # priorities are from -100 to 100
-NO_TOKENS: Final = np.zeros(0, np.uint32)  # the tokens of a request that has a text
+NO_TOKENS: Final = np.zeros(0, np.uint32)  # the tokens of a request whose prompt is a string
 
 
 class Timing(StrEnum):

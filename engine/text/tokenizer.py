@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character has at most 4 bytes, so at most 3 bytes at the end of a text may belong to an incomplete character.
+# A character has at most 4 bytes, so at most 3 bytes at the end of a string may belong to an incomplete character.
 UNFINISHED_MAX = 3
 # Tokens that end inside a character are decoded again with each new token. When there are more than the first number,
 # their bytes are not text, and only the last few tokens are retained.

@@ -1,6 +1,6 @@
 """Rows about copies between host memory and GPU memory: pages in frames, compared with one plain copy of the same size.
 
-Both sides are pinned, also for the limit. Frames are in random order, so that no two pieces can be merged.
+Both sides are pinned, even for the limit. Frames are in random order, so that no two pieces can be merged.
 """
 
 from __future__ import annotations

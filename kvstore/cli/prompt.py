@@ -1,8 +1,8 @@
 """Options that select a prompt by its token ids and its layout, for lookup, pages, evict, pin and unpin.
 
-Token ids come from a list, a file, or a text and a tokenizer. Hugging Face tokenizers are imported only when needed;
-``bytes`` (one id per byte of UTF-8) needs no package. The layout comes from a file, from ``key=value`` text, or from
-the node's known layouts. Every failure is an InvalidRequest that names its option.
+Token ids come from a list, from a file, or from text and a tokenizer. Hugging Face tokenizers are imported only when
+needed; ``bytes`` (one id per byte of UTF-8) needs no package. The layout comes from a file, from ``key=value`` text, or
+from the node's known layouts. Every failure is an InvalidRequest that names its option.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def from_file(path: str, option: str = "--file") -> Tokens:
 
 
 def from_text(text: str, tokenizer: str | None, special_tokens: bool) -> Tokens:
-    """Return a tokenizer's ids for a text, optionally with the special tokens that it adds to a prompt."""
+    """Return a tokenizer's ids for a string, optionally with the special tokens that it adds to a prompt."""
     if tokenizer is None:
         raise InvalidRequest("--tokenizer", f"is needed for text: a path, or {BYTES!r} (one id per byte)")
     if tokenizer == BYTES:

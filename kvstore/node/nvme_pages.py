@@ -596,7 +596,7 @@ def _is_sealed(table: ExtentTable, address: Address) -> bool:
 
 
 def _runs(addresses: list[Address], frame_class: FrameClass, others: list[Address] | None = None) -> Iterator[range]:
-    """Yield ranges of places whose frames are consecutive, also in ``others``, each for one system call."""
+    """Yield ranges of places whose frames are consecutive, both here and in ``others``. Each takes one system call."""
     length_max, start = max(1, COPY_BYTES // geometry.stride_bytes(frame_class)), 0
     lists = [addresses] if others is None else [addresses, others]
     for i in range(1, len(addresses) + 1):

@@ -49,7 +49,7 @@ Task = Callable[[], None]
 class DeviceLane:
     """A queue of tasks, performed one at a time and in order. Any thread may add tasks; one thread calls ``step``.
 
-    A task takes as long as its device does. All later tasks of the lane wait for it, also when the node ends. So two
+    A task takes as long as its device does. All later tasks of the lane wait for it, even when the node ends. So two
     threads never perform one task, or two tasks of one lane.
     """
 

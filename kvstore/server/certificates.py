@@ -84,7 +84,7 @@ class ServerCertificate:
         current = first
 
         def begin(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-            """OpenSSL calls it in each handshake, whether the client names a server or not."""
+            """OpenSSL calls this in each handshake, whether or not the client names a server."""
             nonlocal current
             if renewal.is_due():
                 current = self._context()

@@ -54,7 +54,7 @@ PREFIX: Final = "kvstore-"
 EMBEDDED_PREFIX: Final = "kvstore-embedded-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TEMPORARY = ".tmp-"
-# `kvstore status` takes a shared lock for microseconds; a daemon that starts at that moment waits and retries.
+# `kvstore status` takes a shared lock for microseconds. A daemon, on startup, therefore tries more than once.
 LOCK_TRIES = 50
 LOCK_RETRY_S = 0.01
 

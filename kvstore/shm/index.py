@@ -346,7 +346,7 @@ class Index:
     def scan(self, tier: Tier) -> Iterator[tuple[bytes, bytes]]:
         """Yield ``(key, raw address)`` of every page in that tier, by key.
 
-        It reads ``SCAN_BATCH`` entries at a time. Changes in the meantime may be seen or not.
+        It reads ``SCAN_BATCH`` entries at a time. It may or may not see changes that are made in the meantime.
         """
         return self._scan(self._tables.tiers[tier])
 

@@ -308,8 +308,8 @@ class ExtentTable:
         """Map the tables of ``extent``. ``writable``: map the records for writing too (the daemon's view).
 
         Return None if records or uses are absent or of another size or incarnation, or if both copies of the header
-        are damaged: any doubt is a miss. Readers change nothing. The daemon repairs a damaged copy of the header, and
-        makes new uses if they are absent or damaged.
+        are damaged. Each of these is a miss. Readers change nothing. The daemon repairs a damaged copy of the header,
+        and makes new uses if they are absent or damaged.
 
         Raises:
             VersionMismatch: the file is sound, and of another version of the file format.

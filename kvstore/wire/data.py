@@ -78,7 +78,7 @@ VERSION: Final = 3
 MAGIC: Final = int.from_bytes(b"KVT", "little") | VERSION << 24
 HEAD: Final = struct.Struct("<IHHII")
 KIB: Final = 1 << 10
-TEXT_MAX: Final = 512  # characters of a text in HELLO, except the token
+TEXT_MAX: Final = 512  # characters of a string in HELLO, except the token
 
 
 class FrameKind(IntEnum):

@@ -1,4 +1,4 @@
-"""BackendFollower: makes a back end appear as one of a conductor's engines.
+"""BackendFollower: presents a back end as one of a conductor's engines.
 
 The follower asks the back end for its models once a second. A back end that refuses twice, or does not answer for
 ``DEAD_S``, counts as lost. Its running answers then continue on other engines if possible, and the index forgets its

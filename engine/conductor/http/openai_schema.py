@@ -158,7 +158,7 @@ def _outline(data: Bytes) -> tuple[npt.NDArray[np.int64], int]:
 
 
 def _unescaped(block: Bytes, quotes: npt.NDArray[np.int64], carried: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the quotes that begin or end a text, and the number of backslashes at the end of the block.
+    """Return the quotes that begin or end a string, and the number of backslashes at the end of the block.
 
     Args:
         quotes: the positions of all quotes in the block.
@@ -308,7 +308,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """Return the prompts in a text, a list of token ids, or a list of either."""
+    """Return the prompts in a string, a list of token ids, or a list of either."""
     if not isinstance(value, str | list | TokenList):
         raise Problem("invalid_type", PROMPT_KINDS)
     if not isinstance(value, list) or not value or isinstance(value[0], int):
@@ -346,7 +346,7 @@ def _role(value: Any) -> str:
 
 
 def _content(value: Any) -> str:
-    """Return a text, or the texts of all parts together. An error has the position of the part in ``at``."""
+    """Return a string, or the strings of all parts together. An error has the position of the part in ``at``."""
     if isinstance(value, str):
         return _unicode(value)
     if not isinstance(value, list) or not value:

@@ -1,6 +1,6 @@
 """PromptMaker: turns texts and chats into tokens, with the tokenizer of each model.
 
-A chat becomes a text by the model's chat template. A template is a Jinja program that comes with the model, and
+The model's chat template turns a chat into a string. A template is a Jinja program that comes with the model, and
 transformers runs it in a sandbox.
 
 Tokenizers run in a few threads, which callers share equally, so the event loop never waits for them. The waiting work
@@ -32,7 +32,7 @@ from kvstore.limits import Lane, Owner
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A text up to this size is tokenized at once, which takes at worst 75 MiB and a second. A longer one is counted first.
+# A prompt up to this size is tokenized at once, which takes at most 75 MiB and a second. A longer one is counted first.
 COUNTED_CHARACTERS_MIN: Final = 256 << 10
 PIECE_CHARACTERS: Final = 64 << 10
 PIECE_SLACK: Final = 16  # a piece alone has at most this many more tokens than as a part of its text
@@ -187,10 +187,11 @@ class PromptMaker:
         return _not_empty(await self.run(partial(tokenizer.chat, messages), owner), "messages")
 
     async def texts(self, prompts: Sequence[str | Tokens], model: ServedModel, owner: Owner) -> list[Tokens]:
-        """Return the tokens of each prompt, in order. A text that is too long is cut one token above the model's limit.
+        """Return the tokens of each prompt, in order. A prompt that is too long is cut, one token above the model's
+        limit.
 
         Raises:
-            Refusal: a text is empty.
+            Refusal: a prompt is empty.
             InvalidRequest: the tokenizer cannot be read.
             TooManyCalls: no thread is free in time.
         """

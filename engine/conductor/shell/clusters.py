@@ -2,8 +2,8 @@
 
 A remote cluster appears as one engine for each model. That engine computes as many prompts at a time as the cluster has
 engines for the model. The conductor of the cluster reports these engines and how busy they are. When a prompt goes
-there, that conductor chooses which of its engines computes it. The answering engine pulls the KV from the chosen
-engine, as it does within its own pool.
+there, that conductor chooses which of its engines computes the prompt. The answering engine pulls the KV from the
+chosen engine, as it does within its own pool.
 """
 
 from __future__ import annotations

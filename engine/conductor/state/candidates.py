@@ -122,7 +122,7 @@ class Costs:
 
     def speeds(self, paces: Paces) -> Floats:
         """Return the prompt tokens per second of engines: as reported, or the mean of the others."""
-        return _believed(paces.tokens_per_s, self.priors.prefill_tokens_per_s)
+        return _complete(paces.tokens_per_s, self.priors.prefill_tokens_per_s)
 
     def prefills_s(self, paces: Paces, speeds: Floats, tokens: int, cached: Floats) -> Floats:
         """Return the seconds to compute the last ``tokens - cached`` tokens of a prompt."""
@@ -134,7 +134,7 @@ class Costs:
 
     def steps_s(self, paces: Paces, *batches: Floats) -> list[Floats]:
         """Return the seconds of a decode step, for each of these arrays of batch sizes."""
-        alone_s = _believed(paces.alone_s, self.priors.step_alone_s)
+        alone_s = _complete(paces.alone_s, self.priors.step_alone_s)
         return [alone_s * (1 + batch * self.priors.step_each) for batch in batches]
 
     def token_s(self, engine: FleetEngine) -> float:
@@ -187,7 +187,7 @@ class Costs:
         return min(float(tokens_max), self._answer_tokens.get(tenant, ANSWER_TOKENS))
 
 
-def _believed(reported: Floats, prior: float) -> Floats:
+def _complete(reported: Floats, prior: float) -> Floats:
     """Return the reported values. An engine without one gets the mean of the others, or ``prior`` if there are none."""
     known = reported > 0
     if known.all():

@@ -48,7 +48,7 @@ class Embedded(Protocol):
 
 
 class _Resources:
-    """The resources of a ``LocalNode``. They are closed with it, also if it is only dropped or the process exits."""
+    """The resources of a ``LocalNode``. They are closed with it, even if it is only dropped or the process exits."""
 
     def __init__(self, embedded: Embedded | None, workers: Workers, threads: ReadThreads) -> None:
         self.pid = os.getpid()

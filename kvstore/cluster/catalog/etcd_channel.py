@@ -73,7 +73,7 @@ def _serialized(path: Path) -> bytes:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
             value = node.value
-            # Old generators write `_b('...')`, a text whose latin-1 encoding has the bytes.
+            # Old generators write `_b('...')`, a string whose latin-1 encoding has the bytes.
             literal = value.args[0] if isinstance(value, ast.Call) else value
             if isinstance(literal, ast.Constant):
                 return literal.value if isinstance(literal.value, bytes) else str(literal.value).encode("latin-1")

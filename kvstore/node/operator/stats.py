@@ -4,7 +4,7 @@ Some numbers come from the node: its decisions (frames, evictions, demotions) si
 from clients, which count their own operations (pages requested, hit, missed, bytes read and put; see ``shm.counters``).
 A connected client's numbers count from its connection on, even across restarts of the daemon.
 
-``bytes_in`` and ``bytes_out`` of a tier count all transfers, with clients and with the other tier. For example,
+``bytes_in`` and ``bytes_out`` of a tier count all transfers, with clients and with other tiers. For example,
 ``nvme.bytes_in`` is part of ``dram.bytes_out``.
 """
 
