@@ -154,9 +154,9 @@ def cancel(address: str, request_id: str, as_json: bool) -> int:
 @click.option("--temperature", type=float, default=0.0, help="0: greedy.  [default: 0]")
 @click.option("--top-p", type=float, default=1.0, help="[default: 1]")
 @click.option("--seed", type=int, default=0, help="[default: 0]")
-@click.option("--stop", multiple=True, help="Text at which the answer ends. May be repeated.")
+@click.option("--stop", multiple=True, help="Text at which the answer ends. Can be repeated.")
 @click.option(
-    "--resume", multiple=True, metavar="ADDRESS", help="An engine that continues if this one fails. May be repeated."
+    "--resume", multiple=True, metavar="ADDRESS", help="An engine that continues if this one fails. Can be repeated."
 )
 @click.option(
     "--timeout", "deadline_s", type=click.FloatRange(min=0.001), default=300.0, help="Seconds.  [default: 300]"

@@ -83,7 +83,7 @@ class ClusterMember:
             self._membership.update(self._entry)
 
     def leave(self) -> None:
-        """Leave the catalog, so that no client finds this engine any more."""
+        """Leave the catalog, so that clients no longer find this engine."""
         self._membership.stop()
 
     def _changed(self) -> None:

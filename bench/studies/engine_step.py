@@ -36,7 +36,7 @@ def engine_step(stage: Stage, name: str, bar: Bar, batch: int) -> list[Result]:
     """Measure a step of ``batch`` sequences, at several context lengths.
 
     Raises:
-        BenchFailed: the engine does not answer, or there is too little memory.
+        BenchFailed: the engine is not responding, or there is too little memory.
     """
     stage.clear()
     quick = stage.settings.quick
@@ -53,7 +53,7 @@ def mounted_step(stage: Stage, name: str, bar: Bar, batch: int) -> list[Result]:
     ``<name>.show`` is the time to make a page of the arena visible to other processes, and to hide it again.
 
     Raises:
-        BenchFailed: the engine does not answer, or there is too little memory.
+        BenchFailed: the engine is not responding, or there is too little memory.
     """
     stage.clear()
     quick, rounds = stage.settings.quick, stage.settings.rounds
@@ -94,7 +94,7 @@ class Turns:
     def receive(self, event: object) -> None:
         """Count the tokens in an event of the engine. Raises BenchFailed for a failed request."""
         if isinstance(event, Failed):
-            raise BenchFailed(f"the engine does not answer: {event.error}")
+            raise BenchFailed(f"the engine is not responding: {event.error}")
         self._tokens += isinstance(event, Token)
 
     def take(self, _: None = None) -> int:

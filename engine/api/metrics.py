@@ -67,7 +67,7 @@ METRICS: Final = (
     _metric("gauge", "prefill_tokens_per_second", "Measured speed of steps without decoding, smoothed."),
     _metric("gauge", "decode_step_seconds", "Measured time of a step without prefill, smoothed."),
     _metric(
-        "gauge", "hook_seconds_per_layer", "Mean time that a forward waits while one layer is written to the pool."
+        "gauge", "hook_seconds_per_layer", "Mean time that a forward pass waits while one layer is written to the pool."
     ),
     _metric("gauge", "draining", "1 if the engine takes no new requests."),
     _metric("gauge", "role", "1 for the role that the engine has.", "role"),
@@ -130,7 +130,7 @@ class EngineTally(Observer):
                 self.tpot.add(usage.tpot_ms / 1e3)
 
     def stepped(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
-        """Count a forward."""
+        """Count a forward pass."""
         self.batch_size, self.step_chunk_tokens = decoding, chunk_tokens
         self.totals["decode_tokens"] += decoding
         self.totals["prefill_tokens"] += chunk_tokens

@@ -118,7 +118,7 @@ class Mailbox(Generic[Item]):
         self._items.append(item)
         if not self._is_signalled:
             self._is_signalled = True
-            with contextlib.suppress(RuntimeError):  # the event loop has ended, and no coroutine reads any more
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, and no coroutine reads
                 self._loop.call_soon_threadsafe(self._has_items.set)
 
     async def take(self) -> list[Item]:

@@ -1,4 +1,4 @@
-"""Rows about the hook of a forward: how much time a prefill needs to write its pages to the pool.
+"""Rows about the hook of a forward pass: how much time a prefill needs to write its pages to the pool.
 
 This process computes prompts on one core, chunk by chunk. After each layer, the forward calls a hook. The engine's hook
 writes this layer of the chunk's pages to the pool. The hook of the limit copies the same bytes, equally warm in the

@@ -25,7 +25,7 @@ from engine.compute.paged_cache import Batch, Slice
 from engine.memory.arena import Arenas
 
 Run = Callable[[], torch.Tensor]
-SIZE_STEP = 8  # from this number of rows on, the next larger graph has this many rows more
+SIZE_STEP = 8  # above this number of rows, each graph has this many rows more than the next smaller one
 
 
 def graph_sizes(rows_max: int) -> list[int]:

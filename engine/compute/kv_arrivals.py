@@ -1,4 +1,4 @@
-"""The progress of KV that other threads bring for a sequence, and the way in which a forward waits for that KV."""
+"""The progress of KV that other threads load for a sequence. A forward pass waits here for that KV."""
 
 from __future__ import annotations
 

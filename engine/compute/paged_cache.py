@@ -33,7 +33,7 @@ LayerHook = Callable[[int], None]
 
 @dataclass
 class Slice:
-    """The part of one sequence that a forward computes: tokens ``[start, start + count)``.
+    """The part of one sequence that a forward pass computes: tokens ``[start, start + count)``.
 
     Attributes:
         frames: the sequence's page table, int64 ``[pages]`` with ``pages >= ceil((start + count) / page_tokens)``, or
@@ -110,7 +110,7 @@ class Batch:
 
     Attributes:
         layout: the layout of the first cache group. The layouts of other groups differ only in their layers and in
-            fields that a forward does not read.
+            fields that a forward pass does not read.
         kernel: the device's kernel. It reads all slices, by ``readings``; None if there is no kernel.
         steps: on a CPU, the slices of one token; None if there are none. Always None on other devices.
         chunks: all slices that neither ``kernel`` nor ``steps`` covers, each with the row of the input in which it

@@ -154,7 +154,7 @@ def probe(net: PreTrainedModel) -> Geometry:
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, InvalidRequest):
             raise
-        _refuse(kind, f"does not run on a cache of keys and values: {type(error).__name__}: {one_line(error)}")
+        _refuse(kind, f"cannot run on a cache of keys and values: {type(error).__name__}: {one_line(error)}")
     finally:
         net.set_attn_implementation(implementation)
     for layer in range(record.layers):

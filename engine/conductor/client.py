@@ -40,7 +40,7 @@ def ask_route(
 
     Raises:
         InvalidRequest: the prompt or the address is not valid; names the field.
-        NodeUnavailable, DeadlineExceeded: the conductor does not answer.
+        NodeUnavailable, DeadlineExceeded: the conductor is not responding.
     """
     request = engine_pb2.SubmitRequest(
         text=text, token_ids=tokens, salt=salt, sampling=engine_pb2.Sampling(max_tokens=max_tokens)

@@ -54,7 +54,7 @@ def serve(config: ConductorConfig, announce: Callable[[ConductorReady], None]) -
 
     Raises:
         InvalidRequest: an address cannot be used, or the catalog is not valid; names the setting.
-        Unavailable: the catalog does not answer.
+        Unavailable: the catalog is not responding.
     """
     membership = Membership(config) if config.catalog else None
     offer = Membership(config.offer) if config.offer_catalog else None

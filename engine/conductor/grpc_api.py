@@ -187,7 +187,7 @@ class ConductorServer(LoopServer):
         return (self.conductor.run(),)
 
     def open_http(self, routes: Mapping[str, Route]) -> OpenAIServer:
-        """Start to answer over HTTP. Call this from another thread than the event loop's.
+        """Start answering over HTTP. Do not call this from the event loop's thread.
 
         Raises:
             InvalidRequest: the address cannot be used, or a package is not installed; names the setting.

@@ -49,7 +49,7 @@ class AnswerLink(Protocol):
 
         Raises:
             InvalidRequest: no engine can answer the request.
-            KVStoreError: this engine does not answer; another one may.
+            KVStoreError: this engine is not responding; another one may.
         """
 
     def refusal(self, request: Request, is_started: bool) -> InvalidRequest | None:
@@ -60,7 +60,7 @@ class AnswerLink(Protocol):
         """
 
     async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:
-        """Send an order of the leader. Raises KVStoreError if the engine refuses it, or does not answer."""
+        """Send an order of the leader. Raises KVStoreError if the engine refuses it, or is not responding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class EngineLink(GrpcLink):
         super().__init__(ENGINES, address)
 
     async def status(self, timeout_s: float) -> dict[str, Any]:
-        """Return the engine's description and its load. Raises Unavailable if it does not answer."""
+        """Return the engine's description and its load. Raises Unavailable if it is not responding."""
         return document(await self._call("Status", store_pb2.Empty(), Struct, timeout_s))
 
     async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:

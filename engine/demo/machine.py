@@ -1,7 +1,7 @@
 """The machine of the demo: a node, two engines and a conductor as processes, and their files.
 
-The processes are started with the commands that a user would type. However the demo ends, it ends all processes by
-their ids, and removes all files.
+The processes are started with the commands that a user would type. No matter how the demo ends, it
+terminates its processes by id and removes all files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Turns the first of the signals ``ENDING`` into KeyboardInterrupt, but not inside ``deferred``.
+    """Turns the first signal of ``ENDING`` that arrives into KeyboardInterrupt, except inside ``deferred``.
 
     Attributes:
         is_pending: True if a signal has arrived inside ``deferred``.
@@ -60,7 +60,7 @@ class Interrupts:
                 self._interrupt()
 
     def ignore(self) -> None:
-        """Ignore all further signals, during the clean-up, which takes a limited time."""
+        """Ignore all further signals during the clean-up, which takes a limited time."""
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
 
@@ -77,7 +77,7 @@ class Interrupts:
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """The settings of the machine.
+    """The settings of the demo's machine.
 
     Attributes:
         work_dir: a folder for sockets, logs and the catalog.
@@ -101,7 +101,7 @@ class MachinePlan:
 class Machine:
     """The processes of the demo.
 
-    Life: made (nothing runs) -> ``start`` -> ``kill_node`` and ``start_node`` -> ``restart`` -> ``close``.
+    Life: constructed (nothing runs) -> ``start`` -> ``kill_node`` and ``start_node`` -> ``restart`` -> ``close``.
     """
 
     def __init__(self, plan: MachinePlan, interrupts: Interrupts) -> None:

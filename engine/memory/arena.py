@@ -194,7 +194,9 @@ def runs(frames: torch.Tensor | npt.NDArray[np.int64] | Sequence[int]) -> list[t
     if not frame_list:
         return []
     first, count = frame_list[0], len(frame_list)
-    if frame_list == list(range(first, first + count)):  # the usual case, without numpy, which is slow in a forward
+    if frame_list == list(
+        range(first, first + count)
+    ):  # the usual case, without numpy, which is slow in a forward pass
         return [(0, first, count)]
     numbers = np.array(frame_list, np.int64)
     starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 2) != 1)

@@ -84,8 +84,8 @@ def lossy_layout(layout: Layout, codec: str) -> Layout:
     The result is the same on every machine.
 
     Raises:
-        InvalidRequest: names ``compression``. There is no such codec, or it does not suit the layout: elements have one
-            byte already, pages are recurrent state and not K and V, or a token would not become shorter.
+        InvalidRequest (field ``compression``): there is no such codec, or it does not suit the layout. It does not suit
+            one-byte elements, pages of recurrent state, or a layout whose tokens would not become shorter.
     """
     kind = _codec(codec)
     if layout.attention == "state":
@@ -98,7 +98,8 @@ def lossy_layout(layout: Layout, codec: str) -> Layout:
         head_dim=_widened(layout.head_dim),
         mla_latent=_widened(layout.mla_latent),
         mla_rope=_widened(layout.mla_rope),
-        # The dtype is that of decoded pages. The group keeps the cache groups of one model apart.
+        # The group name includes the dtype of the decoded pages, and the original group so that a model's cache groups
+        # stay distinct.
         group=f"lossy-{kind}/{layout.dtype}/{layout.group}",
     )
     if lossy.token_bytes >= layout.token_bytes:
@@ -115,14 +116,18 @@ def encode(pages: Any, layout: Layout, codec: str, out: Any = None) -> Any:
             strided.
         layout: the exact layout.
         out: the buffer to fill, with the leading shape of ``pages``, or contiguous with the same number of tokens.
-            None: a new uint8 buffer like ``pages``, with ``lossy_layout(...).token_bytes`` for each token.
+            If None, a new uint8 buffer like ``pages`` is made, with ``lossy_layout(...).token_bytes`` for each token.
+
+    The call also uses scratch memory of a few times ``BLOCK_BYTES``.
 
     Returns:
-        ``out``. In addition, a few ``BLOCK_BYTES`` of memory are used.
+        The filled buffer.
 
     Raises:
-        InvalidRequest: ``compression``: as for ``lossy_layout``; ``pages``: contains NaN or infinity, or a part of a
-            token; ``out``: does not fit. The contents of ``out`` are undefined then.
+        InvalidRequest (field ``compression``): as for ``lossy_layout``.
+        InvalidRequest (field ``pages``): the pages contain NaN, infinity or an incomplete token. The contents of
+            ``out`` are undefined.
+        InvalidRequest (field ``out``): the buffer does not fit. Its contents are undefined.
     """
     form = _form(layout, codec)
     out, source, target = _pair(pages, form.exact_token_bytes, out, form.lossy_token_bytes)
@@ -133,7 +138,7 @@ def encode(pages: Any, layout: Layout, codec: str, out: Any = None) -> Any:
 def decode(pages: Any, layout: Layout, codec: str, out: Any = None) -> Any:
     """Decode lossy KV to approximately the exact KV. ``layout`` is the exact layout.
 
-    Arguments, result and errors are those of ``encode``, with ``pages`` and ``out`` exchanged. An element beyond the
+    The arguments, result and errors are as for ``encode``, with ``pages`` and ``out`` exchanged. An element beyond the
     range of the exact dtype becomes its largest number. A scale that is not finite is refused. Only checksums detect
     other damage.
     """
@@ -213,7 +218,7 @@ def _by_blocks(convert: _Convert, form: _Form, exact: torch.Tensor, lossy: torch
 
 
 def _blocks(exact: torch.Tensor, lossy: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield matching parts of both, of at most ``block`` tokens each, as large as strides permit."""
+    """Yield matching parts of both tensors: at most ``block`` tokens each, and as large as the strides permit."""
     tokens = exact.shape[:-1].numel()
     if tokens <= block:
         if tokens:
@@ -231,9 +236,9 @@ def _blocks(exact: torch.Tensor, lossy: torch.Tensor, block: int) -> Iterator[tu
 
 
 def _pair(pages: Any, page_token: int, out: Any, out_token: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Return ``out`` (a new buffer for None), and both buffers as bytes ``[..., tokens, token bytes]``.
+    """Return the output buffer, and both buffers as bytes ``[..., tokens, token bytes]``.
 
-    The two views have the same leading shape.
+    If ``out`` is None, a buffer is allocated. The two views have the same leading shape.
     """
     source = _tokens(pages, page_token, "pages")
     if out is None:

@@ -125,7 +125,7 @@ class DeviceStaging(Staging):
             return data.reshape(1, -1).copy()
 
     def start_send_layer(self, frames: Runs, layer: int) -> Callable[[], Bytes]:
-        """Start to copy one layer of frames. Returns a function that waits for the copy and returns the rows."""
+        """Start copying one layer of frames. Returns a function that waits for the copy and returns the rows."""
         parts = [self._places(frame, count, layer) for _, frame, count in frames]
         places = np.concatenate([each[0] for each in parts]), np.concatenate([each[1] for each in parts])
         count = len(places[0])
@@ -150,7 +150,7 @@ class DeviceStaging(Staging):
     def _start_copy_out(
         self, stack: ExitStack, places: tuple[Addresses, Addresses], after: DeviceEvent | None
     ) -> tuple[Bytes, DeviceEvent]:
-        """Start to copy bytes of frames to pinned memory, which is borrowed until ``stack`` ends."""
+        """Start copying bytes of frames to pinned memory. The memory is borrowed until ``stack`` ends."""
         sources, nbytes = places
         size = int(nbytes.sum())
         bounce = self._borrow(stack, size)
@@ -178,7 +178,7 @@ class DeviceStaging(Staging):
             raise DeviceLost(f"{self._device.name} does not finish its copies: {error}") from error
 
     def receive_layer(self, frame: int, layer: int, data: Bytes) -> None:
-        """Start to copy one layer into frames."""
+        """Start copying one layer into frames."""
         with self._copy_in(self._places(frame, len(data), layer)) as target:
             target[:] = data.reshape(-1)
 
@@ -189,7 +189,7 @@ class DeviceStaging(Staging):
             yield data.reshape(count, -1)
 
     def receive_tail(self, frame: int, layer: int, tokens: int, data: Bytes) -> None:
-        """Start to copy the first tokens of one layer of a page into a frame."""
+        """Start copying the first tokens of one layer of a page into a frame."""
         places = self._tail(frame, layer, tokens)
         if data.size != (nbytes := int(places[1].sum())):
             raise InvalidRequest("data", f"{tokens} tokens of one layer have {nbytes} bytes (got {data.size})")

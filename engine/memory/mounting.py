@@ -1,10 +1,10 @@
-"""Mounting: an arena as a segment of the node of its machine, so that other processes find and read its pages.
+"""Mounting makes an arena a segment of the local node, so that other processes can find and read its pages.
 
 On a host, the arena is in the shared memory of the segment from the start. On a device, the arena is allocated through
 the driver and not by PyTorch, because another process can open only whole allocations. PyTorch's caching allocator puts
-many tensors into one allocation, and in its expandable segments a tensor spans many allocations, which cannot be
-opened. PyTorch can use the driver's memory as a tensor. If an arena cannot be mounted, only its engine reads its
-frames.
+many tensors into one allocation. With PyTorch's expandable segments, a tensor spans many allocations, and other
+processes cannot open those. PyTorch can use the driver's memory as a tensor. If an arena cannot be mounted, only its
+engine reads its frames.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("kvstore.engine.mounting")
 
 
 class MountedArena:
-    """The segment of an arena: which frames other processes of the machine may read.
+    """The segment of an arena: which frames other processes on the machine may read.
 
     Life of a frame::
 
@@ -75,7 +75,7 @@ class MountedArena:
         return is_published
 
     def hide(self, frames: Sequence[int]) -> None:
-        """Prevent further reads of these frames, which were shown."""
+        """Prevent further reads of these shown frames."""
         if self._segment is not None:
             busy = set(frames) - set(self._segment.retire(frames))
             if busy:
@@ -85,8 +85,8 @@ class MountedArena:
     def clear(self, frames: Sequence[int]) -> None:
         """Wait until no process reads these frames, so that they may be written to.
 
-        Frames that were shown must be hidden before. This takes at most ``mounted.HOLD_NS``, even if a reader does not
-        end its read.
+        The caller must have hidden the frames that were shown. This takes at most ``mounted.HOLD_NS``, even if a
+        reader does not end its read.
         """
         while self._segment is not None:
             with self._lock:
@@ -118,12 +118,12 @@ def arenas_of(
 ) -> tuple[Arenas, MountedArena]:
     """Make an engine's arenas, one for each cache group, and mount the arena of a model with one group.
 
-    The arena is mounted at the node of ``home``, which must be on this machine. Several arenas are not mounted: a
-    segment has pages of one layout, and pages of a window do not stay.
+    The arena is mounted at the node of ``home``, which must be on this machine. If there are several
+    arenas, none is mounted: a segment has pages of one layout, and an engine does not keep the pages of a window.
 
     Args:
         members: the layers of each group.
-        home: a store whose session is never renewed, because the segment ends with the session.
+        home: a store that must keep its session: the segment ends with it.
         why: a reason not to mount the arena; "" if there is none.
     """
     if len(layouts) == 1:

@@ -12,7 +12,7 @@ class Observer:
         """Report the end of a request. ``outcome``: stop, eos, length, cancelled, prefilled, migrated, or failed."""
 
     def stepped(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
-        """Report a forward of ``decoding`` sequences and ``chunk_tokens`` prompt tokens that took ``seconds``."""
+        """Report a forward pass of ``decoding`` sequences and ``chunk_tokens`` prompt tokens that took ``seconds``."""
 
     def handed_off(self, moved_bytes: int, seconds: float) -> None:
         """Report that the KV of a prompt has arrived, ``seconds`` after the first token was drawn."""

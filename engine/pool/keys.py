@@ -70,7 +70,7 @@ def key_runs(
     """Divide ``pages`` of a group into runs of consecutive frames, each of at most ``pages_max`` pages.
 
     Yields the keys, the first frame and the number of pages of each run. ``table`` has the frame of every page of the
-    group, from page 0 on.
+    group, starting at page 0.
     """
     start = pages.start
     for part in keys.parts(group, pages):

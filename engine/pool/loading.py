@@ -59,7 +59,7 @@ class PrefixLoader:
     # cached tokens under the tier's name with this suffix.
 
     def _get_all(self, work: Work, cache: GroupedCache, keys: GroupedKeys, first: int, suffix: str) -> int:
-        """Load the pages of all groups from page ``first`` on. Returns how many leading pages are loaded then.
+        """Load the pages of all groups, starting at page ``first``. Return how many leading pages are then loaded.
 
         The first group is loaded last, and only as far as the other groups, which may lack pages: a page of a window
         group that no boundary needs may never have been stored.

@@ -2,7 +2,7 @@
 
 ``engine.state`` decides about pages by their numbers. A page may stay in the arena after its sequence has ended. This
 module then keeps the page's tokens and keys, so that a page that the pool lacks can still be written to it before the
-frame is reused. A page that stays is also shown to other processes of the machine (``memory.mounting``) until its frame
+frame is reused. A page that stays is also shown to other processes on the machine (``memory.mounting``) until its frame
 is unused. The frame is not written to as long as another process may read it.
 """
 
@@ -64,7 +64,7 @@ class ArenaPages:
     unused (``give_back`` or ``evict``). A page number is used only once.
 
     Args:
-        finish: returns when the device has done all work that was submitted to it.
+        finish: waits until the device has done all work that was submitted to it.
 
     Attributes:
         demoted: the number of pages that were written to the pool shortly before their eviction.
@@ -104,7 +104,10 @@ class ArenaPages:
             work.cost.cached["hbm"] = shared * work.page_tokens
 
     def give_back(self, work: Work, freed: list[int], stay: list[int]) -> None:
-        """Take back the frames of a request: pages ``freed`` are gone, and its leading pages ``stay`` remain here."""
+        """Take back the frames of a request.
+
+        The pages in ``freed`` are dropped. Those in ``stay``, its leading pages, remain in the arena.
+        """
         self.evict(freed)
         work.frames = None
         self._set_identities(work, stay)
@@ -148,7 +151,7 @@ class ArenaPages:
                 page.is_shown = is_shown
 
     def hide(self, why: str) -> None:
-        """Stop showing pages to other processes, for the reason ``why``."""
+        """Stop showing pages to other processes. ``why`` is the reason."""
         self._mounted.end(why)
 
     def evict(self, pages: list[int]) -> None:
@@ -162,7 +165,7 @@ class ArenaPages:
                 arena.give_back(torch.tensor([page.frames[group] for page in placed if group in page.frames]).long())
 
     def clear(self, work: Work) -> None:
-        """Return when no other process reads the previous contents of the request's frames.
+        """Wait until no other process reads the previous contents of the request's frames.
 
         A thread that loads pages calls this before it writes to the frames.
         """
@@ -170,7 +173,7 @@ class ArenaPages:
         self._mounted.clear(work.frames[0, work.shared_pages :].tolist())
 
     def offer(self, pages: list[int]) -> None:
-        """Write those of ``pages``, consecutive pages of a chain, that the pool lacks."""
+        """Write the pages that the pool lacks. ``pages`` are consecutive pages of a chain."""
         placed = [self._placed[number] for number in pages]
         identities = [page.identity for page in placed if page.identity is not None]
         if len(identities) < len(placed) or not self._pool.can_write():

@@ -127,7 +127,7 @@ class Pool:
         return self.up
 
     def between_steps(self) -> None:
-        """After a failure, make the node release frames that it has granted to this process in replies that were lost.
+        """After lost replies, make the node release the frames that it granted to this process in them.
 
         The node does not release these frames on its own as long as this process is alive. The writing thread calls
         this while it writes no pages.
@@ -135,7 +135,7 @@ class Pool:
         if self._has_lost_replies and self.up and self.store is not None:
             self._has_lost_replies = False
             with self.tolerate_failures():
-                self.store.renew_session()
+                self.store.replace_session()
 
     def cache(self, salt: str, adapter: str, lossy: bool = False) -> GroupedCache | None:
         """Return the cache for the exact or lossy pages of a tenant and adapter; None if there is none."""
@@ -175,7 +175,7 @@ class Pool:
         }
 
     def store_pages(self, work: Work, pages: int) -> None:
-        """Write those of the first ``pages`` pages that are not stored yet. Does not wait for the acknowledgement."""
+        """Write the missing ones among the first ``pages`` pages. Does not wait for the acknowledgement."""
         cache = self.target_cache(work) if self.can_write() else None
         if cache is None:
             return
@@ -269,8 +269,8 @@ class ChunkWriter:
     Life: ``before`` the forward -> ``layer`` from its hook, once per layer -> ``after`` the forward, which seals the
     pages. If a call to the pool fails, the pages are written later, or not at all.
 
-    Between two layers of a forward, CPU caches are cold and a call takes ten times as long. So ``before`` prepares as
-    much as possible.
+    Between two layers of a forward pass, CPU caches are cold and a call takes ten times as long. So ``before``
+    prepares as much as possible.
     """
 
     __slots__ = (
@@ -315,7 +315,7 @@ class ChunkWriter:
             self._fail(error)
 
     def _open(self, first: int) -> None:
-        """Open writers for the pages from ``first`` on."""
+        """Open writers for the pages, starting at ``first``."""
         assert self._work.frames is not None
         self._count = self._stop - first
         table = self._work.frames[self._group]

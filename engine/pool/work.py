@@ -172,7 +172,7 @@ class Work:
         return max(self.first_pages[group], pages + 1 - self.rings[group]) if self.windows[group] else 0
 
     def record_loaded(self, tokens: int) -> None:
-        """Record that the pages that are needed after ``tokens`` tokens are in the frames. Earlier pages may not be."""
+        """Record that the frames have all pages needed after ``tokens`` tokens. They might lack earlier pages."""
         self.first_pages = [self.needed_from(tokens, group) // self.page_tokens for group in range(len(self.windows))]
 
     def record_stored(self, pages: int) -> None:

@@ -515,6 +515,6 @@ class Engine:
             with computing_on(self.arena.device):
                 return bool(action())
         except DeviceLost as error:
-            log.error("no request can be served any more: %s", error)
+            log.error("the engine can no longer serve requests: %s", error)
             self.performer.handle(ev.DeviceFailed(time.monotonic(), ev.device_failed(error)))
             return False

@@ -89,7 +89,7 @@ class CacheSimulation:
         self.blocks_of: Counter[int] = Counter()
 
     def run(self, trace: Sequence[CacheAccess], count_from: int = 0) -> tuple[int, int]:
-        """Run a trace. Returns the hits and the blocks of the requests from number ``count_from`` on."""
+        """Run a trace. Returns how many hits and blocks the requests have, starting at number ``count_from``."""
         hits = blocks = 0
         for number, access in enumerate(trace):
             request_hits = self.request(access.now_ms, access.blocks, access.owner, access.hints)

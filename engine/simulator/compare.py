@@ -42,7 +42,7 @@ NEVER = 1 << 62
 
 
 def infinite_hits(trace: Sequence[CacheAccess], count_from: int = 0) -> int:
-    """Return the hits of a cache that never evicts, in the requests from number ``count_from`` on."""
+    """Return the number of hits of a cache that never evicts. Counts requests starting at number ``count_from``."""
     seen: set[int] = set()
     hits = 0
     for number, access in enumerate(trace):
@@ -53,7 +53,7 @@ def infinite_hits(trace: Sequence[CacheAccess], count_from: int = 0) -> int:
 
 
 def lru_hits(trace: Sequence[CacheAccess], capacity: int, count_from: int = 0) -> int:
-    """Return the hits of a cache of single blocks with LRU, in the requests from number ``count_from`` on."""
+    """Return the number of hits of an LRU cache of single blocks. Counts requests starting at number ``count_from``."""
     cached: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for number, access in enumerate(trace):
@@ -107,7 +107,7 @@ class Belady:
     hinted = False
 
     def __init__(self, trace: Sequence[CacheAccess]) -> None:
-        self._uses: dict[int, list[int]] = {}  # by key, the times of use
+        self._uses: dict[int, list[int]] = {}  # key -> times of use
         for access in trace:
             for block in access.blocks:
                 self._uses.setdefault(key_of(block), []).append(access.now_ms)

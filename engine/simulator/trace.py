@@ -137,7 +137,7 @@ class _Turn:
     """A request that may be the last one to use a block.
 
     Attributes:
-        turn: the number of this turn in its session, from 1 on.
+        turn: the number of this turn in its session, starting at 1.
         extended: True once a next turn was found.
     """
 

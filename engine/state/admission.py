@@ -17,7 +17,7 @@ class Admission:
         order: the last order of a leader that was carried out.
         role_set_by: what set the role last: "start", "operator" or "leader".
         numbers: the sequence number of each request id in use. The id of an answer is in use until the answer has
-            ended; the id of a prefill, until no engine can pull the prefill any more.
+            ended; the id of a prefill, as long as an engine can pull the prefill.
     """
 
     def __init__(self, role: Role, requests_max: int) -> None:

@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids, from 0 on."""
+        """The number of ids, which start at 0."""
         ...
 
     @property

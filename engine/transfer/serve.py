@@ -58,7 +58,7 @@ class Prefills:
     def release(self, request_id: str) -> Work | None:
         """End a prefill because the other engine no longer needs it. Returns None if there is none with this id.
 
-        No pull may begin any more. Any thread may call this.
+        After this, no pull may begin. Any thread may call this.
         """
         with self._lock:
             prefill = self._prefills.get(request_id)
@@ -90,7 +90,7 @@ class Prefills:
     def pull(
         self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None] = lambda: None
     ) -> Generator[Piece, None, None]:
-        """Yield the KV from ``token_start`` on, chunk by chunk, and each chunk layer by layer, as it is computed.
+        """Yield the KV, starting at ``token_start``, as it is computed: chunk by chunk, and each chunk layer by layer.
 
         For a layer with a ring of frames, it yields only KV that is needed to continue after the prompt. A piece may be
         a view of the frames, so it is valid only until the next piece is requested.

@@ -132,7 +132,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
     # --- tasks ------------------------------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Start to store objects and return the task's id."""
+        """Start storing objects and return the task's id."""
         return self._stores.submit(lambda: self._store(keys, objects), L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -153,7 +153,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         """Do nothing, because lookups lock nothing."""
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Start to load objects into LMCache's memory and return the task's id."""
+        """Start loading objects into LMCache's memory and return the task's id."""
         return self._loads.submit(lambda: self._load(keys, objects), Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:

@@ -75,7 +75,7 @@ class RunSettings:
 
 
 def free_bytes(shm_dir: Path) -> int:
-    """Return the free bytes of shared memory, or of the machine's memory if less."""
+    """Return how many bytes are free in shared memory, or in the machine's memory if that is less."""
     status = os.statvfs(shm_dir)
     free = status.f_bavail * status.f_frsize
     for line in Path("/proc/meminfo").read_text().splitlines():

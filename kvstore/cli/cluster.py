@@ -71,7 +71,7 @@ async def members_of(url: str, pool: str) -> Pool:
 
 
 def _directory_state(server: DataEntry, pool: str) -> dict[str, Any] | None:
-    """Return the state of a data server's part of the directory; None if the server does not answer or refuses the
+    """Return the state of a data server's part of the directory; None if the server is not responding or refuses the
     call."""
     try:
         with closing(dial(server, pool, "kvstore status")) as connection:
@@ -112,7 +112,7 @@ def _directory_text(server: DataEntry, state: dict[str, Any] | None) -> str:
     """Describe the part of the directory that a data server owns, and the age of its oldest entries."""
     pages = f"pages of {server.node}, over {ways_text(server.transports)}"
     if state is None:
-        return f"{pages}; does not answer"
+        return f"{pages}; not responding"
     ages = state.get("heard_ago_s", {}).items()
     oldest = max(ages, key=lambda item: item[1], default=None)
     since = f", {oldest[0]} last heard {duration_text(oldest[1])} ago" if oldest else ""

@@ -80,7 +80,7 @@ def _events(store: kvstore.Store, after: int | None, follow: bool) -> Iterator[d
             if not follow or not has_answered:
                 raise
             if not is_missing:
-                click.echo(f"kvstore: {store.name} does not answer; retrying", err=True)
+                click.echo(f"kvstore: {store.name} is not responding; retrying", err=True)
             is_missing = True
             time.sleep(WAIT_S)
             continue

@@ -219,7 +219,7 @@ def _one_line(failed: click.ClickException | KVStoreError) -> str:
 
 
 def _plain(message: str) -> str:
-    """Replace click's names of number types by words."""
+    """Replace click's names of number types with words."""
     return _NUMBER_TYPE.sub(lambda match: f"is not a {'whole ' if match[1] == 'integer' else ''}number", message)
 
 

@@ -28,7 +28,7 @@ def pin(
 ) -> None:
     """Protect the stored pages of a prompt from eviction for some time, or list pins.
 
-    A pin covers the pages that are stored now, from the first one on, in DRAM and on NVMe. It outlives the command and
+    A pin covers the leading pages of the prompt that are stored now, in DRAM and on NVMe. It outlives the command and
     the daemon, but not a reboot. Pinning the same prompt again changes the end of its pin. All pins together cover at
     most `pins_share_max` of a tier, and those of one tenant three quarters of that.
     """

@@ -335,7 +335,7 @@ def pool_frames(catalog: str, pool: str) -> Generator[Frame]:
     """Yield a frame on each call, until the iterator is closed. While the catalog is unavailable, the frames have the
     members that it listed last.
 
-    Raises Unavailable if the catalog does not answer at the first call, InvalidRequest if ``catalog`` is not valid.
+    Raises Unavailable if the catalog is not responding at the first call, InvalidRequest if ``catalog`` is not valid.
     """
     members: dict[tuple[str, ...], _Member] = {}
     entries, error = _entries(catalog, pool), ""
@@ -451,7 +451,7 @@ def pool_view(frame: Frame) -> Group:
         f"kvstore top  {name_text(frame['catalog'])}  pool {name_text(frame['pool'])}  {time.strftime('%H:%M:%S')}"
     ]
     if frame["catalog_error"]:
-        parts.append(f"the catalog does not answer: {name_text(frame['catalog_error'])}")
+        parts.append(f"the catalog is not responding: {name_text(frame['catalog_error'])}")
     for kind in FACTS:
         members = [(each["name"], _by_field(each)) for each in frame["members"] if each["member"] == kind]
         parts += ["", _table(kind, members)] if members else []

@@ -65,7 +65,7 @@ def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
     """Verify the pool and print the findings; return 1 if there are any.
 
     Raises:
-        Unavailable: the catalog does not answer.
+        Unavailable: the catalog is not responding.
     """
     nodes, _, entries, _ = asyncio.run(members_of(url, pool))
     server_of = server_by_node(nodes, entries)
@@ -112,7 +112,7 @@ def _findings(report: dict[str, Any], members: Collection[str], daemon: bool) ->
     if report["error"]:
         answers = report["directory"] is not None
         error = report["error"].removeprefix(f"{report['node']}: ")
-        findings.append(error if answers else f"its data server does not answer ({error})")
+        findings.append(error if answers else f"its data server is not responding ({error})")
     elif not daemon:
         findings.append("the catalog does not list its daemon")
     directory, verified, heard = (report[name] or {} for name in ("directory", "verified", "heard"))

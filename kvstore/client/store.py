@@ -77,7 +77,7 @@ class Store(AdminVerbs, ObjectVerbs):
         """
 
     @abstractmethod
-    def renew_session(self) -> None:
+    def replace_session(self) -> None:
         """End the session and begin a new one, after requests whose outcome is unknown.
 
         Frames that the node would keep until this process ends become free at once. No thread may be writing. Leases

@@ -36,7 +36,7 @@ class DeviceLost(Unavailable, OSError):
 
 
 class DeviceExport(NamedTuple):
-    """What another process of the machine needs to open an allocation of a device.
+    """What another process on the machine needs to open an allocation of a device.
 
     Attributes:
         device: the device's ``uuid``.
@@ -61,7 +61,7 @@ class DeviceEvent(Protocol):
         ...
 
     def wait(self, deadline_s: float) -> None:
-        """Return when the stream has reached this point; ``deadline_s`` is a time of ``time.monotonic``.
+        """Wait until the stream has reached this point; ``deadline_s`` is a time of ``time.monotonic``.
 
         Raises:
             DeadlineExceeded: the stream has not reached it by then. Its work continues, and may still write.
@@ -127,7 +127,7 @@ class Device(Protocol):
 
     @property
     def uuid(self) -> bytes:
-        """16 bytes that identify the device in all processes of the machine. (Processes may number devices
+        """16 bytes that identify the device in all processes on the machine. (Processes may number devices
         differently.)"""
         ...
 

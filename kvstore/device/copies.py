@@ -162,5 +162,5 @@ def _give_up(device: Device, free: list[PinnedBounce], late: list[PinnedBounce])
 
 
 def places_in(address: int, nbytes: Addresses) -> Addresses:
-    """Addresses of pieces with these lengths, packed from ``address`` on."""
+    """Return the addresses of pieces with these lengths, packed without gaps, starting at ``address``."""
     return np.cumsum(nbytes, dtype=np.uint64) - nbytes + np.uint64(address)

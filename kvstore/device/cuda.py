@@ -190,7 +190,7 @@ class CudaDevice:
 
     @property
     def lost(self) -> str:
-        """Why the device does not work any more, or ""."""
+        """Why the device no longer works, or ""."""
         return "" if self._open_device is None else self._open_device.primary.lost
 
     @property

@@ -155,7 +155,7 @@ class PrimaryContext:
     """A device's primary context. Kept until the process ends, because other libraries use it too.
 
     Attributes:
-        lost: why the device does not work any more, or "".
+        lost: why the device no longer works, or "".
         context: the driver's object.
     """
 

@@ -44,7 +44,7 @@ from kvstore.model.replica import KEY_BYTES, POSITION_MAX
 
 SECRET_BYTES: Final = 16
 TAG_BYTES: Final = 8
-ARRAY_PAGES: Final = 128  # from this number of pages on, an array is faster
+ARRAY_PAGES: Final = 128  # for this number of pages or more, an array is faster
 
 
 @lru_cache(maxsize=4096)

@@ -72,7 +72,7 @@ class Status(IntEnum):
 
 
 class Address(NamedTuple):
-    """The address of a page inside one incarnation of a node. The number of an ``extent`` is never used again."""
+    """The address of a page inside one incarnation of a node. The number of an ``extent`` is never reused."""
 
     extent: int
     frame: int

@@ -75,7 +75,7 @@ class Op(IntEnum):
     MOUNT = 16  # a=frame class, b=frames of the engine's own memory. Reply: a=number of the segment; NO_SPACE
     PUBLISH = 17  # a=segment; body root, ``CHAINED``, addresses [n], keys [n]: consecutive pages of one chain, in its
     #                frames. Usually published, not sent. Reply: statuses [n]
-    RETRACT = 18  # a=segment; body addresses [n]: these frames' pages may not be read any more. Usually published, not
+    RETRACT = 18  # a=segment; body addresses [n]: these frames' pages must not be read now. Usually published, not
     #                sent. Reply: statuses [n]
     UNMOUNT = 19  # a=segment. Reply: status
     SEAL_OBJECTS = 20  # a=frame class; body addresses [n], identity rows [n], replaced addresses [n]: whole objects of

@@ -154,7 +154,7 @@ REQUESTS: Final = frozenset(
 
 
 class WireError(Unavailable):
-    """The other end broke a rule of the wire. The connection must not be used any more."""
+    """The other end broke a rule of the wire. The connection must no longer be used."""
 
 
 class Head(NamedTuple):
@@ -588,7 +588,7 @@ def pack_lent(loan: Loan) -> bytes:
 
 
 def unpack_lent(body: bytearray, request: ReadRequest) -> Loan:
-    """The fields of LENT. Raises WireError if they do not answer the request."""
+    """Return the fields of LENT. Raises WireError if they do not answer the request."""
     try:
         incarnation, lease, count, pages, pieces = _LENT.unpack_from(body)
         runs, at = _runs(body, _LENT.size, count, pages)

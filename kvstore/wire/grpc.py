@@ -214,7 +214,7 @@ CODES: Final[Mapping[type[KVStoreError], str]] = {
     errors.KVStoreError: "UNKNOWN",
 }
 
-# For statuses from gRPC itself, a proxy or a node of another version. All other statuses become KVStoreError.
+# For statuses from gRPC itself, a proxy or a node with another version. All other statuses become KVStoreError.
 CLASSES: Final[Mapping[str, type[KVStoreError]]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
     "OUT_OF_RANGE": errors.InvalidRequest,
@@ -227,7 +227,7 @@ CLASSES: Final[Mapping[str, type[KVStoreError]]] = {
     "PERMISSION_DENIED": errors.PermissionDenied,
     "ABORTED": errors.LeaseBroken,
     "FAILED_PRECONDITION": errors.VersionMismatch,
-    "UNIMPLEMENTED": errors.VersionMismatch,  # a node of another version does not know the call
+    "UNIMPLEMENTED": errors.VersionMismatch,  # a node with another version does not know the call
     "ALREADY_EXISTS": errors.NodeBusy,
 }
 

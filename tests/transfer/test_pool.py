@@ -124,7 +124,7 @@ def test_a_pool_is_verified(pool: Pool, tmp_path: Path) -> None:
         time.sleep(3.1)  # signs of life are told apart from their want after three seconds
         document = pool.verified()
         says = " ".join(document["findings"])
-        assert "a: its daemon is not running, or hangs" in says and "b: its data server does not answer" in says
+        assert "a: its daemon is not running, or hangs" in says and "b: its data server is not responding" in says
         assert "c: cannot ask b what it lists" in says
     pool.daemons["a"].resume()
     pool.well()

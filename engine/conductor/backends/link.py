@@ -193,7 +193,7 @@ class BackendLink:
     # --- models -----------------------------------------------------------------------------------------------------
 
     async def models(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Return the models that the back end lists. Raises Unavailable if it does not answer."""
+        """Return the models that the back end lists. Raises Unavailable if it is not responding."""
         until_s = asyncio.get_running_loop().time() + timeout_s
         async with self._open("GET", "/v1/models", None, until_s) as chunks:
             listed = parse_object(await _body(chunks)).get("data")

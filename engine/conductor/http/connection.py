@@ -186,7 +186,7 @@ class ConnectionServer(web.Server):
         }
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Start to accept connections. Returns the address. Raises OSError if the address cannot be used."""
+        """Start accepting connections. Returns the address. Raises OSError if the address cannot be used."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
@@ -352,7 +352,7 @@ class _Handler(web.RequestHandler):
         """Return the reply to input that is not HTTP, or to an internal error.
 
         Raises:
-            ConnectionError: no reply can be sent any more.
+            ConnectionError: no reply can be sent.
         """
         if isinstance(exc, ConnectionError):  # the client has gone, or was dropped, during the reply
             raise exc

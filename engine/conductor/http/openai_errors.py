@@ -31,8 +31,8 @@ RETRYABLE: Final = frozenset((408, 429, 503))  # a repeated request may succeed 
 class Refusal(Exception):
     """An error reply to a client.
 
-    OpenAI's clients retry twice after every status from 500 on, unless ``x-should-retry`` is "false". So this header is
-    "false" if the request missed its deadline or hit an internal error: a retry would cost and end the same.
+    OpenAI's clients retry twice after every status of 500 or higher, unless ``x-should-retry`` is "false". So this
+    header is "false" if the request missed its deadline or hit an internal error: a retry would fail in the same way.
 
     Attributes:
         status: the HTTP status.

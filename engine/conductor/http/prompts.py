@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # A prompt up to this size is tokenized at once, which takes at most 75 MiB and a second. A longer one is counted first.
 COUNTED_CHARACTERS_MIN: Final = 256 << 10
 PIECE_CHARACTERS: Final = 64 << 10
-PIECE_SLACK: Final = 16  # a piece alone has at most this many more tokens than as a part of its text
+PIECE_SLACK: Final = 16  # a piece that is tokenized alone has at most this many more tokens than inside its text
 
 Tokens = npt.NDArray[np.uint32]
 

@@ -113,7 +113,7 @@ class OpenAIServer:
         return self._address
 
     async def start(self) -> None:
-        """Start to serve. Raises InvalidRequest if the address cannot be used."""
+        """Start serving. Raises InvalidRequest if the address cannot be used."""
         host, port = parse_address(self._address, "http")
         self._server = ConnectionServer(self._serve, self.tally, self._patience, self._tls)
         try:
@@ -250,7 +250,7 @@ class OpenAIServer:
     # --- callers and bodies ----------------------------------------------------------------------------------------
 
     def _caller(self, request: web.BaseRequest) -> Identity:
-        """Identify the caller of a request, who also owns the connection from now on. Raises Unauthenticated."""
+        """Identify the caller of a request, who then owns the connection. Raises Unauthenticated."""
         caller = self._identify(request)
         assert self._server is not None, "the server has started"
         self._server.identify(request, caller)

@@ -87,7 +87,7 @@ class RemoteCluster:
         """Ask the cluster for its engines and their load.
 
         Raises:
-            KVStoreError: the cluster does not answer, or its answer is not valid.
+            KVStoreError: the cluster is not responding, or its answer is not valid.
         """
         for name in self._offers:
             self._handle(ev.ReportRequested(time.monotonic(), name))
@@ -109,7 +109,7 @@ class RemoteCluster:
             self._handle(ev.EngineSilent(time.monotonic(), name))
 
     def remove(self) -> None:
-        """Record that the cluster has left the catalog."""
+        """Record that the cluster is no longer in the catalog."""
         for name in self._offers:
             self._handle(ev.EngineLost(time.monotonic(), name))
         self._offers.clear()
@@ -124,7 +124,7 @@ class RemoteCluster:
             name: the engine that represents the model of the cluster here.
 
         Raises:
-            KVStoreError: no engine of the cluster can compute it, or the cluster does not answer.
+            KVStoreError: no engine of the cluster can compute it, or the cluster is not responding.
         """
         offer = self._offers[name]
         reply = await self.link.route(replace(request, generated=0, prefill=None), offer.about.model)

@@ -201,7 +201,7 @@ class FleetWatch:
             name: the engine that represents the cluster here.
 
         Raises:
-            KVStoreError: the cluster has left, does not answer, or has no such engine.
+            KVStoreError: the cluster is no longer in the catalog, is not responding, or has no such engine.
         """
         for cluster in self.clusters.values():
             if name in cluster:

@@ -224,7 +224,7 @@ class Candidates:
         donor: see ``Computing``, as a node's number; -1: none.
         speeds: prompt tokens per second.
         doubt_s: added to the time of a silent engine when engines are compared; not part of predictions.
-        batch, token_s, answer_harm_s: see ``Answering``; meaningless for an engine that does not answer.
+        batch, token_s, answer_harm_s: see ``Answering``; meaningless for an engine that is not responding.
         answers_s: seconds of the complete answer, plus the delay that it causes to other requests.
         room_s: seconds until the engine has a place in its batch and memory for the request.
         prompts_s: seconds until the prompt is computed, plus the delay that this causes to other requests and

@@ -152,7 +152,7 @@ class FleetEngine:
         silent: True after it did not answer a question, until its next sign of life.
         failures: consecutive requests on which it failed.
         avoided_until_s: the engine gets nothing before this moment.
-        egress_free_s: when the data queued to leave a remote cluster will have left.
+        egress_free_s: when a remote cluster will have sent all the data in its queue.
         report_baseline: our requests there when the conductor asked for the next report: (waiting, running, their
             tokens, the time in seconds); None: no report is due.
     """
@@ -190,7 +190,7 @@ class FleetEngine:
         return self.ends[min(beyond, len(self.ends) - 1)] if beyond >= 0 and self.ends else 0.0
 
     def memory_free_s(self, tokens: float) -> float:
-        """Return when ended requests of ours will have freed this many tokens; infinite if ours have fewer."""
+        """Return when requests of ours will have ended and freed this many tokens; infinite if they hold fewer."""
         for ends_s, freed in sorted((work.ends_s, work.tokens) for work in self.works.values() if work.decodes):
             tokens -= freed
             if tokens <= 0:

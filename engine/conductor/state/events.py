@@ -31,7 +31,7 @@ class EngineFound(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class EngineLost(ConductorEvent):
-    """An engine has left the catalog. An ``EngineFailed`` follows for each request that was sent to it."""
+    """An engine is no longer in the catalog. An ``EngineFailed`` follows for each request that was sent to it."""
 
     name: str
 
@@ -47,7 +47,7 @@ class NodeFound(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class NodeLost(ConductorEvent):
-    """A node has left the catalog."""
+    """A node is no longer in the catalog."""
 
     name: str
 

@@ -54,7 +54,7 @@ class Donor:
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """How much of one prompt each node has, in pages from the first one on.
+    """How many leading pages of one prompt each node has.
 
     The arrays are indexed by node. They have one entry more than there are nodes, and it is 0: an engine without a node
     has the node number -1, which selects it.

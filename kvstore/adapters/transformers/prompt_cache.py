@@ -62,7 +62,7 @@ class PromptCache:
     def generate(self, input_ids: torch.Tensor, **settings: Any) -> Any:
         """Load the stored prefix of a prompt, call ``model.generate``, and store new full pages of prompt and answer.
 
-        If the store does not answer, is full, or has lost a page, the model computes more, and the result is the same.
+        If the store is not responding, is full or has lost a page, the model computes more. The result is the same.
 
         Args:
             input_ids: ``[1, tokens]``, without padding.
@@ -90,11 +90,11 @@ class PromptCache:
 
     def _load(self, tokens: torch.Tensor, past: DynamicCache) -> Match | None:
         """Load the stored prefix of a prompt into ``past``, and return its match. The prefix never contains the last
-        token, which the model must compute. Return None if the store does not answer."""
+        token, which the model must compute. Return None if the store is not responding."""
         try:
             match = self._cache.get(tokens)
         except Unavailable as error:
-            _log.warning("the store does not answer, so the whole prompt is computed: %s", error)
+            _log.warning("the store is not responding, so the whole prompt is computed: %s", error)
             return None
         if match:
             pages = torch.from_numpy(match.data).view(self._dtype).view(-1, *self.layout.shape)

@@ -468,7 +468,7 @@ class BlockGroup:
                 buffer.layers[layer][: len(ids)] = self._layers[layer][sources]
 
     def _block_ids(self, move: GroupMove, page: int, pages: int) -> dict[int, Ids]:
-        """Return the blocks of ``pages`` pages from ``page`` on, ``[pages, page_blocks]``, by table."""
+        """Return table -> blocks ``[pages, page_blocks]`` of ``pages`` pages, starting at ``page``."""
         size = self._group.page_blocks
         return {
             table: np.array(blocks[page * size : (page + pages) * size], np.int64).reshape(pages, size)

@@ -60,8 +60,8 @@ class _Run:
 class StoredBlocks:
     """The store's blocks of one model, as runs that are pending or reported. Used by the scheduler's thread only.
 
-    A run begins as pending. Once the index contains its pages, the run is reported. It ends when its pages have left
-    the index, or when there are too many runs.
+    A run begins as pending. Once the index contains its pages, the run is reported. It ends when the index no longer
+    has its pages, or when there are too many runs.
     """
 
     def __init__(self, group: PagedGroup) -> None:

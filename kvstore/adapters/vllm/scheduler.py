@@ -172,7 +172,7 @@ class Planner:
         try:
             pages = tracked.cache.lookup(self._keys(tracked, pages_max)).tokens // page_tokens if pages_max else 0
         except KVStoreError as error:
-            self._warn_once(f"the pool does not answer: {error}")
+            self._warn_once(f"the pool is not responding: {error}")
             return 0
         tracked.pages_done = pages
         self._add_stored_blocks(tracked, range(pages))

@@ -81,11 +81,11 @@ class KVStoreTier(SecondaryTierManager):
         return LookupResult.HIT if is_hit else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Start to store a job's chunks."""
+        """Start storing a job's chunks."""
         self._jobs.append((job_metadata, self._stores.submit(self._run, job_metadata, self._values.put)))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Start to load a job's chunks."""
+        """Start loading a job's chunks."""
         self._jobs.append((job_metadata, self._loads.submit(self._run, job_metadata, self._values.get)))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -108,8 +108,8 @@ class KVStoreTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Wait until all jobs have ended, and drop waiting jobs after ``DRAIN_S``. Calls to a node that does not answer
-        end early, so a job takes little longer than its copies.
+        """Wait until all jobs have ended, and drop waiting jobs after ``DRAIN_S``. Calls to a node that is not
+        responding end early, so a job takes little longer than its copies.
 
         Raises:
             TimeoutError: a job still runs, so vLLM must not reuse the memory of its chunks yet.

@@ -130,7 +130,7 @@ class BlockMover:
 
     def save(self, moves: list[BlockMove]) -> None:
         """Copy pages out of their blocks and store them. Pages that the store does not accept are not saved, and a node
-        that does not answer is not called for ``AWAY_S``.
+        that is not responding is not called for ``AWAY_S``.
 
         Work that the caller queues in its stream afterwards may overwrite the blocks.
         """

@@ -71,7 +71,7 @@ class LocalStore(Store, LocalObjects):
                 raise DeadlineExceeded(f"{self.name}: not ready after {timeout_s:g} s")
             time.sleep(0.005)
 
-    def renew_session(self) -> None:
+    def replace_session(self) -> None:
         """End the session and begin a new one. The frames and leases of the old session end, and calls in progress
         fail."""
         mapped = self._node.mapped()

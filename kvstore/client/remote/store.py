@@ -244,8 +244,8 @@ class RemoteStore(Store, RemoteObjects):
                     raise DeadlineExceeded(f"{self._node.endpoint.address}: not ready after {timeout_s:g} s") from error
                 time.sleep(_RETRY_S)
 
-    def renew_session(self) -> None:
-        """Check that the store is open: over gRPC there is no session to renew."""
+    def replace_session(self) -> None:
+        """Check that the store is open: over gRPC there is no session to replace."""
         self._node.check_open()
 
     def close(self) -> None:
