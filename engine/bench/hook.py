@@ -53,7 +53,7 @@ class Times:
 
 
 class PlainMemory:
-    """The limit: copies the layers of a chunk to shared memory that does not belong to a store."""
+    """The reference for the limit. It copies a chunk's layers to shared memory outside a store."""
 
     def __init__(self, stage: Stage, pages: int, page_bytes: int) -> None:
         with tempfile.TemporaryFile(dir=stage.settings.shm_dir) as file:
@@ -66,7 +66,7 @@ class PlainMemory:
         self._page = 0
 
     def before(self, pages: int) -> None:
-        """Move to other pages for the next chunk. They are cold, like the pages of a pool."""
+        """Select other pages for the next chunk. They are not in CPU caches, like the pages of a pool."""
         self._page = self._page + pages if self._page + 2 * pages <= len(self._rows) else 0
 
     def layer(self, arena: Arena, frame: int, count: int, layer: int) -> None:

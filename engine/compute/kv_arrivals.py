@@ -60,7 +60,7 @@ class Arrivals:
             self._changed.notify_all()
 
     def fail(self, error: KVStoreError) -> None:
-        """Record that no more KV comes. The first error is kept."""
+        """Record the error after which no more KV arrives. The first error is kept."""
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()
@@ -84,7 +84,7 @@ class Arrivals:
         return next((i for i, arrived in enumerate(self._tokens) if arrived < tokens), len(self._tokens))
 
     def so_far(self, tokens: int) -> Arriving:
-        """Return the progress for a prompt of ``tokens`` tokens, as the decision about the next step needs it."""
+        """Return the progress for a prompt of ``tokens`` tokens. The choice of the next step uses it."""
         return Arriving(self.layers_with(tokens), self.layer_s, self.late)
 
     def wait(self, layer: int, tokens: int, deadline_s: float) -> bool:
@@ -118,7 +118,7 @@ class Waits:
     waited_s: float = 0.0
 
     def before(self, layer: int) -> None:
-        """Wait for the KV of ``layer``. The forward calls this before attention reads the layer."""
+        """Wait for the KV of ``layer``. The forward pass calls this before attention reads the layer."""
         for number, (arrivals, tokens) in self.awaited.items():
             if number not in self.missed and arrivals.tokens(layer) < tokens:
                 start = time.monotonic()

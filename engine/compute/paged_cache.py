@@ -205,7 +205,7 @@ class Batch:
 
 
 class PagedCache(Cache):
-    """The cache that transformers uses during the forward of one batch. It writes to the arena and stores nothing."""
+    """The cache for transformers in one batch's forward pass. It writes to the arena and stores nothing."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(layers=[])

@@ -289,12 +289,12 @@ def options_of(shape: dict[str, int], v_dim: int, element_bytes: int) -> dict[st
 
 
 def stages_of(element_bytes: int) -> int:
-    """Return the number of blocks that are loaded ahead: one for float32, for which speed does not matter."""
+    """Return how many blocks are loaded ahead. For float32 it is one, because speed does not matter there."""
     return 2 if element_bytes == 2 else 1
 
 
 def splits_of(programs: int, cores: int, stop_max: int, block_n: int) -> int:
-    """Return the number of programs that share a sequence: a power of two, so that few kernels are compiled."""
+    """Return how many programs share a sequence. It is a power of two, so that few kernels are compiled."""
     to_fill_device = PROGRAMS_PER_CORE * cores // max(1, programs)
     with_enough_work = stop_max // (4 * block_n)  # each program has at least four blocks
     return 1 << max(0, min(to_fill_device, with_enough_work, SPLITS_MAX).bit_length() - 1)

@@ -203,7 +203,7 @@ class ConductorServer(LoopServer):
         return http
 
     def close_http(self, http: OpenAIServer) -> None:
-        """Stop answering over HTTP, after a grace period. Call this from another thread than the event loop's."""
+        """Stop answering over HTTP, after a grace period. Do not call this from the event loop's thread."""
         self._run_on_loop(http.stop())
 
     def _run_on_loop(self, work: Coroutine[Any, Any, None], timeout_s: float = LOOP_CALL_S) -> None:
@@ -211,7 +211,7 @@ class ConductorServer(LoopServer):
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def refuse(self, http: OpenAIServer | None) -> None:
-        """Refuse new requests from now on. The health service reports this."""
+        """Begin to refuse new requests. The health service reports this."""
         self._draining.set()
         if http is not None:
             http.drain()
@@ -220,7 +220,7 @@ class ConductorServer(LoopServer):
     def drain(self, timeout_s: float, hurried: threading.Event, http: OpenAIServer | None) -> int:
         """Wait until all running requests have ended, ``timeout_s`` is over, or ``hurried`` is set.
 
-        Call this from another thread than the event loop's. Returns how many requests still run.
+        Do not call this from the event loop's thread. Returns how many requests still run.
         """
         until_s = time.monotonic() + timeout_s
         while self._under_way(http) and time.monotonic() < until_s and not hurried.wait(DRAIN_POLL_S):

@@ -97,7 +97,7 @@ class GrpcLink:
             self._channel = grpc.aio.insecure_channel(remote.target, options)
 
     async def retire(self) -> None:
-        """Close the connection after the last stream has ended; at once if no stream is open."""
+        """Close the connection as soon as no stream is open."""
         self._retired = True
         if not self._streams:
             await self._channel.close()

@@ -204,7 +204,7 @@ class Demo:
     # --- with the pool and without --------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        """Let each engine run its first forward, which is slow, before anything is measured."""
+        """Let each engine run its first forward pass, which is slow, before anything is measured."""
         self._answer(self._encode(self._documents[self._name(-1)], False)[-WARM_UP_TOKENS:], use_pool=False)
 
     def _turn(self, phase: str, user: int) -> None:

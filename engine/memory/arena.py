@@ -160,7 +160,7 @@ class Arena(Arenas):
             self._frames_free += numbers.size
 
     def rows(self, frame: int, count: int) -> Bytes:
-        """Return ``count`` frames from ``frame`` on as bytes ``[count, page_bytes]``: a contiguous view, CPU only."""
+        """Return ``count`` frames, starting at ``frame``, as bytes ``[count, page_bytes]``: contiguous, CPU only."""
         assert self._bytes is not None, "the host cannot access the frames of a device"
         assert frame >= 0 and count >= 0 and frame + count <= self.frames_total, (frame, count)
         return self._bytes[frame : frame + count]

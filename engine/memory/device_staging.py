@@ -184,7 +184,7 @@ class DeviceStaging(Staging):
 
     @contextmanager
     def layer_target(self, frame: int, count: int, layer: int) -> Iterator[Bytes]:
-        """Yield pinned memory to fill, and start to copy it to one layer of frames."""
+        """Yield pinned memory to fill, and start copying it to one layer of frames."""
         with self._copy_in(self._places(frame, count, layer)) as data:
             yield data.reshape(count, -1)
 
@@ -198,7 +198,7 @@ class DeviceStaging(Staging):
 
     @contextmanager
     def _copy_in(self, places: tuple[Addresses, Addresses]) -> Iterator[Bytes]:
-        """Yield pinned memory to fill. If the caller raises no error, start to copy it into frames."""
+        """Yield pinned memory to fill. If the caller raises no error, start copying it into frames."""
         targets, nbytes = places
         size = int(nbytes.sum())
         with ExitStack() as stack:

@@ -61,7 +61,7 @@ class Staging(ABC):
         """
 
     def close(self) -> None:  # noqa: B027
-        """Release all resources. No other method may be called afterwards."""
+        """Release all resources. Call no other method afterwards."""
 
     @abstractmethod
     def receive(self, frame: int, count: int) -> AbstractContextManager[Bytes]:

@@ -240,7 +240,7 @@ class Pool:
         return len(keys) - first
 
     def encode(self, rows: Rows) -> Rows:
-        """Return pages in the form in which they are written."""
+        """Return pages in the form that the pool stores."""
         return rows if self.codec is None else self.codec.encode(rows)
 
     @contextmanager
@@ -367,7 +367,7 @@ class ChunkWriter:
             each.result()
 
     def after(self, succeeded: bool) -> None:
-        """Seal the pages, or revoke them if the forward failed."""
+        """Seal the pages, or revoke them if the forward pass failed."""
         self._pool.hook_s += self._spent_s
         self._pool.hook_layers += self._layers
         self._writes = []
@@ -454,7 +454,7 @@ class Chunk:
             self._progress.reached(layer, self.stop)
 
     def after(self, succeeded: bool = True) -> None:
-        """Seal the pages and count the tokens as computed, or revoke the pages if the forward failed."""
+        """Seal the pages and count the tokens as computed, or revoke the pages if the forward pass failed."""
         for writer in self._writers.values():
             writer.after(succeeded)
         if succeeded:

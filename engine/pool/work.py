@@ -144,7 +144,7 @@ class Work:
         return time.monotonic() - self._first_s
 
     def for_prefill(self, wire_id: str) -> Request:
-        """Return the request to another engine that computes the prompt: same tokens and sampling, another id."""
+        """Return a request for another engine to compute the prompt: same tokens and sampling, another id."""
         return replace(
             self.request,
             id=wire_id,
@@ -217,7 +217,7 @@ class Work:
     # --- usage ------------------------------------------------------------------------------------------------------
 
     def recompute_last(self) -> None:
-        """Do not count the last token of a loaded prompt as cached, because it is computed again."""
+        """Exclude the last token of a loaded prompt from the cached ones, because it is computed again."""
         loaded = self.cost.cached
         if sum(loaded.values()) == self.prompt:
             loaded[next(reversed(loaded))] -= 1  # pages are loaded in order, so this is the tier of the last page

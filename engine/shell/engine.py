@@ -309,7 +309,7 @@ class Engine:
             assert arena.frames_free == unused
 
     def remains(self) -> dict[str, int]:
-        """Count what an idle engine does not have, by name: ids, sequences, prefills, and frames in use."""
+        """Return the number of ids, sequences, prefills and frames still in use, by name. An idle engine has none."""
         kept_pages = self.state.roster.frames.kept
         counts = {
             "ids": len(self.admission.numbers),

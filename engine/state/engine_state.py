@@ -294,7 +294,7 @@ class EngineState:
                 self.roster.out.append(do.TellProgress(part.sequence, part.stop))
 
     def _step_failed(self, event: ev.StepFailed) -> None:
-        """Fail all sequences of the step, because it is unknown which one was too large. Complete pages stay."""
+        """Fail all sequences of the step, because it is unknown which sequence was too large. Complete pages stay."""
         step, self.step = self.step, None
         assert step is not None
         for number in (*step.decoding, *(part.sequence for part in step.parts)):

@@ -27,14 +27,14 @@ class LoadPrefix:
 
 @dataclass(slots=True)
 class EvictPages:
-    """Stop keeping these pages: their frames are unused."""
+    """Evict these kept pages. Their frames become unused."""
 
     pages: list[int]
 
 
 @dataclass(slots=True)
 class OfferPages:
-    """Write these kept pages to the pool, except those that it has: consecutive pages that will be evicted soon."""
+    """Write the pages that the pool lacks. These are consecutive kept pages that will be evicted soon."""
 
     pages: list[int]
 
@@ -50,7 +50,7 @@ class AskPrefill:
 
 @dataclass(slots=True)
 class MoveIn:
-    """Move the KV from token ``start`` on here, from the engine that ``AskPrefill`` asked -> ``Moved``."""
+    """Move the KV here from the engine that ``AskPrefill`` asked, starting at token ``start`` -> ``Moved``."""
 
     sequence: int
     attempt: int
@@ -116,14 +116,14 @@ class Draw:
 
 @dataclass(slots=True)
 class Recompute:
-    """Prepare to compute the last token again, into a frame of its own: all of the prompt was loaded."""
+    """Prepare to recompute the last token into its own frame, because the whole prompt was loaded."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class StorePages:
-    """Write the first ``pages`` pages to the pool, except those that it has. Does not wait."""
+    """Write the first ``pages`` pages to the pool if it lacks them. Does not wait."""
 
     sequence: int
     pages: int
@@ -186,7 +186,7 @@ class CancelThere:
 
 @dataclass(slots=True)
 class AnswerCall:
-    """Answer a call. ``call`` 0 is a drain's: its errors are logged."""
+    """Answer a call. The number 0 stands for a drain, whose errors are logged."""
 
     call: int
     result: bool | KVStoreError

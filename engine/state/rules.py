@@ -64,7 +64,7 @@ class Rules:
         return tuple(group.window if n < pages else 0 for group, n in zip(self.groups, frames, strict=True))
 
     def holds(self, tokens: int) -> bool:
-        """True if the arenas can hold a sequence of this many tokens."""
+        """Return True if the arenas can hold a sequence of this many tokens."""
         return all(n <= group.frames for group, n in zip(self.groups, self.frames_for(tokens), strict=True))
 
     def _ring(self, window: int) -> int:
@@ -82,7 +82,7 @@ class Rules:
 
 
 def ring_frames(window: int, chunk_tokens: int, page_tokens: int) -> int:
-    """Return the number of frames of a ring, see ``Rules.frames_for``."""
+    """Return how many frames a ring has. ``Rules.frames_for`` explains it."""
     return max(window - 3 + max(chunk_tokens, page_tokens), 0) // page_tokens + 2
 
 

@@ -147,7 +147,7 @@ class Sequence:
     passing: Passing | None = None
 
     def full_table(self) -> list[int]:
-        """For each of its pages, the page whose frame it uses: ``table``, repeated if that is a ring."""
+        """For each page of the sequence, the page whose frame it uses: ``table``, repeated if that is a ring."""
         return self._repeat(self.pages)
 
     def full_other_tables(self) -> list[list[int]]:
@@ -163,7 +163,7 @@ class Sequence:
         return any(self.windows)
 
     def needed(self, tokens: int) -> int:
-        """The first token of the first page that any cache group still needs after ``tokens`` tokens."""
+        """Return the first token of the first page that any cache group still needs after ``tokens`` tokens."""
         return min(needed_from(window, tokens, self.page_tokens) for window in self.windows)
 
     @property
@@ -224,7 +224,7 @@ class Frames:
 
     @property
     def free(self) -> int:
-        """The number of frames that no sequence uses: unused frames, and those of kept pages."""
+        """The number of frames that no sequence uses, including the frames of kept pages."""
         return self.unused + len(self._kept)
 
     # --- sequences --------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Frames:
         return whole, min(coming, (sequence.prompt - 1) // sequence.page_tokens) > whole
 
     def fits(self, sequence: Sequence, shared: int) -> bool:
-        """True if enough frames are free for the sequence, which shares its first ``shared`` pages."""
+        """Return True if enough frames are free for the sequence, which shares its first ``shared`` pages."""
         kept_shared = 0  # shared pages that are kept now, and so cannot be evicted for this sequence
         while kept_shared < shared and not self._pages[sequence.names[shared - 1 - kept_shared]].users:
             kept_shared += 1
@@ -356,7 +356,7 @@ class Frames:
         self._pages[name] = ListedPage(sequence.table[index], name, parent, users)
 
     def _has(self, sequence: Sequence, shared: int) -> bool:
-        """True if each cache group has enough unused frames for the sequence."""
+        """Return True if each cache group has enough unused frames for the sequence."""
         others = zip(self.other_unused, sequence.other_pages, strict=True)
         return self.unused >= sequence.pages - shared and all(n >= own - shared for n, own in others)
 

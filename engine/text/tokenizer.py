@@ -218,7 +218,7 @@ class Detokenizer:
         self.stopped: str | None = None
 
     def feed(self, token: int) -> str:
-        """Append a token. Returns the text that is certain now and was not before."""
+        """Append a token. Return the text that has become certain."""
         return "" if self.stopped is not None else self._filter(self._stream.feed(token))
 
     def flush(self) -> str:

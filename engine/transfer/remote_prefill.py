@@ -434,7 +434,7 @@ class Fetch:
         return readers
 
     def _first_needed(self, page: int, group: int) -> int:
-        """Return the first page from ``page`` on that a cache group needs to continue after the prompt."""
+        """Return the first page, starting at ``page``, that a cache group needs to continue after the prompt."""
         return max(page, self._work.needed_from(self._work.prompt, group) // self._work.page_tokens)
 
     def _arrival_gate(self, layer: int) -> Callable[[], None] | None:

@@ -567,7 +567,7 @@ class RawWrites:
         return [self._raw.writes([(at, min(SYNC_BYTES, start + self._step_bytes - at))], how, source) for at in cuts]
 
     def write(self, variant: str, _: None) -> int:
-        """Write one step; return its bytes."""
+        """Write one step; return how many bytes it wrote."""
         places = self._batches[variant]
         batches = places[self._next % len(places)]
         self._next += 1

@@ -33,7 +33,7 @@ TEXTS = {
 
 @dataclass(frozen=True)
 class PageLine:
-    """The facts about one page. ``reason`` is "" for a hit, else a code, which ``detail`` may explain."""
+    """The result for one page. ``reason`` is "" for a hit, otherwise a code; ``detail`` can explain it."""
 
     page: int
     key: str

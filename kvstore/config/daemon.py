@@ -40,7 +40,7 @@ def _file(about: str) -> Any:
 
 
 def listen(*default: str) -> Any:
-    """The setting for the addresses of the gRPC API, with this default."""
+    """Return the setting for the addresses of the gRPC API, with this default."""
     about = (
         "HOST:PORT or unix:PATH of the gRPC API. Beyond loopback it needs TLS and identities. Without identities, "
         "callers that reach it may do anything."
@@ -118,11 +118,11 @@ class DaemonConfig(ClusterConfig):
 
     @property
     def file_mode(self) -> int:
-        """Permission bits of unix sockets."""
+        """The permission bits of unix sockets."""
         return 0o600
 
     def check_daemon(self) -> None:
-        """Raise InvalidRequest if a setting is invalid, or does not fit another one."""
+        """Raise InvalidRequest if a setting is invalid or conflicts with another one."""
         self.check_cluster()
         require("name", NAME.fullmatch(self.name) is not None, "must match [a-zA-Z0-9._-]{1,48}", self.name)
         require("log_level", self.log_level in LOG_LEVELS, f"must be one of {', '.join(LOG_LEVELS)}", self.log_level)

@@ -58,7 +58,7 @@ def parse_size(value: object, name: str = "size", *, zero_ok: bool = False) -> i
 
 
 def format_size(size_bytes: int) -> str:
-    """The shortest text that `parse_size` converts back to exactly `size_bytes`: ``512MiB``, ``4097``."""
+    """Return the shortest text that `parse_size` converts back to exactly `size_bytes`: ``512MiB``, ``4097``."""
     for unit, unit_bytes in _BINARY_UNITS.items():
         if size_bytes and size_bytes % unit_bytes == 0:
             return f"{size_bytes // unit_bytes}{unit}"
@@ -67,7 +67,7 @@ def format_size(size_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class NvmeTarget:
-    """A file or block device for pages, and how many bytes of it are used."""
+    """A file or block device for pages, and how many of its bytes are used."""
 
     path: Path
     size: int
@@ -94,7 +94,7 @@ def _target(value: object, name: str) -> NvmeTarget:
 
 
 def parse_address(value: object, name: str = "address") -> tuple[str, int]:
-    """Host and port of ``"HOST:PORT"`` or ``"[::1]:PORT"``; port 0 means any free one. Raises `InvalidRequest`."""
+    """Parse ``"HOST:PORT"`` or ``"[::1]:PORT"``. Port 0 means any free port. Raises `InvalidRequest`."""
     host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     brackets = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if brackets else host
@@ -178,7 +178,7 @@ def _quota(value: object, name: str) -> Quota:
 
 
 def _parts(value: object) -> list[Any]:
-    """A list unchanged; text split at its commas; an empty list for None and ""."""
+    """Return a list unchanged, or text split at its commas. None and "" give an empty list."""
     if value is None or value == "":
         return []
     if isinstance(value, str):
@@ -187,7 +187,7 @@ def _parts(value: object) -> list[Any]:
 
 
 def is_http_address(text: str) -> bool:
-    """Whether this is an http or https URL with a host."""
+    """Return True if this is an http or https URL with a host."""
     try:
         url = urlsplit(text)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
@@ -196,31 +196,31 @@ def is_http_address(text: str) -> bool:
 
 
 def parse_size_or_zero(value: object, name: str) -> int:
-    """Bytes as in `parse_size`, or 0."""
+    """Parse a size as `parse_size` does, but also accept 0."""
     return parse_size(value, name, zero_ok=True)
 
 
 def parse_text(value: object, name: str) -> str:
-    """Text as it is."""
+    """Return the text unchanged."""
     if not isinstance(value, str):
         raise InvalidRequest(name, f"must be text (got {value!r})")
     return value
 
 
 def parse_path(value: object, name: str) -> Path:
-    """A path, as text or as it is."""
+    """Return a path from a text or a path."""
     if isinstance(value, Path):
         return value
     return Path(parse_text(value, name))
 
 
 def parse_path_or_none(value: object, name: str) -> Path | None:
-    """A path, or None for "" and None."""
+    """Return a path, or None for "" and None."""
     return parse_path(value, name) if value not in (None, "") else None
 
 
 def parse_address_or_none(value: object, name: str) -> str | None:
-    """``"HOST:PORT"``, or None for "none", "" and None."""
+    """Parse ``"HOST:PORT"``. Return None for "none", "" and None."""
     if value is None or value in ("", "none"):
         return None
     parse_address(value, name)
@@ -228,7 +228,7 @@ def parse_address_or_none(value: object, name: str) -> str | None:
 
 
 def parse_switch(value: object, name: str) -> bool:
-    """True for 1, true, yes and on; False for 0, false, no and off."""
+    """Return True for 1, true, yes and on, and False for 0, false, no and off."""
     known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     if isinstance(value, bool):
         return value
@@ -238,7 +238,7 @@ def parse_switch(value: object, name: str) -> bool:
 
 
 def parse_count(value: object, name: str) -> int:
-    """A whole number."""
+    """Parse a whole number."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and re.fullmatch("-?[0-9]{1,18}", value):
@@ -247,7 +247,7 @@ def parse_count(value: object, name: str) -> int:
 
 
 def parse_number(value: object, name: str) -> float:
-    """A finite number."""
+    """Parse a finite number."""
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
@@ -258,7 +258,7 @@ def parse_number(value: object, name: str) -> float:
 
 
 def parse_data(value: object, name: str = "data") -> str:
-    """``HOST:PORT``, ``auto``, or ``none``. Raises `InvalidRequest`."""
+    """Parse ``HOST:PORT``, ``auto`` or ``none``. Raises `InvalidRequest`."""
     text = parse_text(value, name)
     if text not in (DATA_AUTO, DATA_NONE):
         parse_address(text, name)
@@ -299,18 +299,18 @@ class Declaration:
 
 
 def setting(default: Any, parser: Parser, help: str, **more: Any) -> Any:
-    """A field of a config dataclass that `read` can fill from text. ``more``: of `Declaration`."""
+    """Make a field of a config dataclass that `read` can fill from text. ``more`` are fields of `Declaration`."""
     return field(default=default, metadata={"declaration": Declaration(parser, help, **more)})
 
 
 def declarations(kind: type[Settings]) -> dict[str, Declaration]:
-    """Every setting, in order: those that the class itself declares, then the inherited ones."""
+    """Return every setting: first the settings that the class itself declares, then the inherited ones."""
     own_first = sorted(fields(kind), key=lambda each: each.name not in kind.__annotations__)
     return {each.name: each.metadata["declaration"] for each in own_first}
 
 
 def parsers_of(kind: type[Settings]) -> dict[str, Parser]:
-    """Every setting's parser."""
+    """Return the parser of every setting."""
     return {name: each.parser for name, each in declarations(kind).items()}
 
 
@@ -408,7 +408,7 @@ def _from_flags(parsers: Mapping[str, Parser], flags: Mapping[str, object]) -> d
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Why a name was refused, and the known name that is closest to it."""
+    """Return a text that says why a name is refused and which known name is closest to it."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"is not a known setting{f'; did you mean {close[0]}?' if close else ''}"
 

@@ -57,7 +57,7 @@ class DeviceEvent(Protocol):
     """A point in a stream's work."""
 
     def over(self) -> bool:
-        """Whether the stream has reached this point. Raises DeviceLost."""
+        """Return True if the stream has reached this point. Raises DeviceLost."""
         ...
 
     def wait(self, deadline_s: float) -> None:
@@ -100,12 +100,12 @@ class DeviceMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Its first address, a multiple of 256."""
+        """The first address, a multiple of 256."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """The length in bytes."""
         ...
 
     def free(self) -> None:
@@ -133,7 +133,7 @@ class Device(Protocol):
 
     @property
     def in_use(self) -> bool:
-        """Whether this process already uses the device. The first use costs memory of the device."""
+        """True if this process already uses the device. The first use takes memory on the device."""
         ...
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> DeviceMemory:
@@ -164,7 +164,7 @@ class Device(Protocol):
         ...
 
     def owns(self, address: int) -> bool:
-        """Whether the address is this device's memory, whichever library allocated it."""
+        """Return True if the address is in this device's memory. Any library can have allocated it."""
         ...
 
     def register(self, memory: Bytes) -> None:
@@ -178,9 +178,9 @@ class Device(Protocol):
         ...
 
     def stream(self) -> DeviceStream:
-        """A new stream, independent of all others."""
+        """Return a new stream, independent of all others."""
         ...
 
     def stream_of(self, handle: int) -> DeviceStream:
-        """Another library's stream with this handle, for waiting in both directions."""
+        """Return another library's stream with this handle. Either side can wait for the other."""
         ...

@@ -21,7 +21,7 @@ LATE_POLL_S: Final = 0.01
 
 
 class CopyStream:
-    """A stream that several threads submit copies to."""
+    """A stream to which several threads submit copies."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -50,7 +50,7 @@ class PinnedBounce:
 
     @property
     def address(self) -> int:
-        """Its first address."""
+        """The first address."""
         return self.memory.ctypes.data
 
 
@@ -149,7 +149,7 @@ _NOT_UNPINNED: Final[list[PinnedBounce]] = []
 
 
 def _give_up(device: Device, free: list[PinnedBounce], late: list[PinnedBounce]) -> None:
-    """Unpin what can be unpinned when a pool ends."""
+    """Unpin all memory that can be unpinned when a pool ends."""
     while free:
         bounce = free.pop()
         if bounce.pinned:

@@ -61,11 +61,11 @@ class MeasurableStream(DeviceStream, Protocol):
     """A stream whose two ways of copying can be measured separately."""
 
     def copy_by_kernel(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """Copy pieces with a kernel, whatever their lengths."""
+        """Copy pieces of any length with a kernel."""
         ...
 
     def copy_by_engines(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """Copy pieces with the copy engines, whatever their lengths."""
+        """Copy pieces of any length with the copy engines."""
         ...
 
 
@@ -106,13 +106,13 @@ def calibrate(device: Device, stream: MeasurableStream) -> Mapping[Way, int]:
 
 
 def pieces(target: int, source: int, length: int) -> Pieces:
-    """Pieces of this length for one measurement: every other piece of the memories at ``target`` and ``source``."""
+    """Return the pieces for one measurement: every other piece of this length at ``target`` and ``source``."""
     offsets = np.arange(MEASURED_BYTES // length, dtype=np.uint64) * np.uint64(2 * length)
     return np.uint64(target) + offsets, np.uint64(source) + offsets, np.full(len(offsets), length, np.uint64)
 
 
 def _measure(stream: MeasurableStream, target: int, source: int) -> int:
-    """The threshold of one way."""
+    """Measure the threshold of one way."""
     batches = [pieces(target, source, length) for length in LENGTHS]
     kernel_s = [_fastest(stream, stream.copy_by_kernel, each) for each in batches]
     engines_s = [_fastest(stream, stream.copy_by_engines, each) for each in batches]
@@ -120,7 +120,7 @@ def _measure(stream: MeasurableStream, target: int, source: int) -> int:
 
 
 def _fastest(stream: DeviceStream, copy: Callable[[Addresses, Addresses, Addresses], None], each: Pieces) -> float:
-    """Seconds of the fastest of ``REPEATS`` copies. A first copy before them is not counted."""
+    """Return the seconds of the fastest of ``REPEATS`` copies. A first copy before them is not counted."""
     seconds = []
     for _ in range(1 + REPEATS):
         begun_s = time.perf_counter()
@@ -143,7 +143,7 @@ class CudaDevices(NamedTuple):
 
 
 def find() -> CudaDevices:
-    """The devices of this machine. Opens none of them."""
+    """Find the devices of this machine without opening any."""
     try:
         devices = _devices()
     except Unavailable as error:
@@ -154,7 +154,7 @@ def find() -> CudaDevices:
 
 @cache
 def _devices() -> tuple[CudaDevice, ...]:
-    """All devices. Raises Unavailable if there are none."""
+    """Return all devices. Raises Unavailable if there are none."""
     driver = begin()
     devices = tuple(CudaDevice(driver, ordinal) for ordinal in range(int(call(driver.cuDeviceGetCount))))
     if not devices:
@@ -205,7 +205,7 @@ class CudaDevice:
 
     @property
     def batches(self) -> bool:
-        """Whether one call of the driver copies many pieces. Opens the device."""
+        """True if one call of the driver copies many pieces. Opens the device."""
         return self._open().copies.batches
 
     def _open(self) -> _OpenDevice:
@@ -218,7 +218,7 @@ class CudaDevice:
         return opened
 
     def current(self) -> CurrentContext:
-        """A context in which other libraries' calls of this thread go to this device."""
+        """Direct other libraries' calls in this thread to this device while the context lasts."""
         return self._open().primary.current()
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> CudaMemory:
@@ -441,17 +441,17 @@ _added: list[Device] = []
 
 
 def devices() -> list[Device]:
-    """The devices of this process. Does not open any."""
+    """Return the devices of this process. Does not open any."""
     return [*_added, *find().devices]
 
 
 def missing() -> str:
-    """Why there is no GPU, in one line; "" if there is one."""
+    """Return in one line why there is no GPU; "" if there is one."""
     return find().missing
 
 
 def device_of(address: int) -> Device | None:
-    """The device that has this address; None for host memory."""
+    """Return the device that has this address; None for host memory."""
     return next((device for device in devices() if device.owns(address)), None)
 
 

@@ -123,7 +123,7 @@ def launches(targets: Addresses, sources: Addresses, nbytes: Addresses, blocks_m
 
 @cache
 def _compiler() -> Any:
-    """NVRTC's module and version. Raises Unavailable."""
+    """Return NVRTC's module and version. Raises Unavailable."""
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     except ImportError:
@@ -136,7 +136,7 @@ def _compiler() -> Any:
 
 
 def compile_kernel(arch: int) -> bytes:
-    """The cubin for devices of this compute capability (90 means 9.0). Raises Unavailable."""
+    """Compile the cubin for devices with this compute capability (90 means 9.0). Raises Unavailable."""
     nvrtc = _compiler()
     program = _nvrtc(nvrtc.nvrtcCreateProgram, SOURCE.encode(), b"kvstore.cu", 0, [], [])
     try:
@@ -161,7 +161,7 @@ def _nvrtc(function: Any, *arguments: object) -> Any:
 
 
 def cubin_for(arch: int, folder: Path) -> bytes:
-    """The compiled kernels for ``arch``, from the cache in ``folder`` if it has them. Raises Unavailable."""
+    """Return the compiled kernels for ``arch``, from the cache in ``folder`` if possible. Raises Unavailable."""
     _, *version = _compiler().nvrtcVersion()
     recipe = f"{version} sm_{arch}\n{SOURCE}"
     path = folder / f"{hashlib.sha256(recipe.encode()).hexdigest()}.cubin"
@@ -176,7 +176,7 @@ def cubin_for(arch: int, folder: Path) -> bytes:
 
 
 def cache_folder() -> Path:
-    """The folder of cached cubins: ``kvstore`` in the user's cache folder."""
+    """Return the folder of cached cubins: ``kvstore`` in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "kvstore"
 
@@ -275,7 +275,7 @@ ALWAYS: Final[Mapping[Way, int]] = dict.fromkeys(Way, 1 << 62)
 
 
 def threshold(lengths: Sequence[int], kernel_s: Sequence[float], engines_s: Sequence[float]) -> int:
-    """The length below which a kernel should copy pieces, from measurements of ascending lengths; 0: no pieces."""
+    """Return the length below which a kernel should copy pieces; 0 if a kernel should copy none."""
     for length, kernel, engines in zip(lengths, kernel_s, engines_s, strict=True):
         if engines < kernel * KERNEL_GAIN_MIN:
             return length if length > lengths[0] else 0
@@ -319,14 +319,14 @@ class BatchCall:
 
 
 def attributes(driver: Any) -> Any:
-    """The attributes of every piece: its source is read when the stream reaches the copy, not earlier."""
+    """Return the attributes of every piece. The driver reads a source only when the stream reaches the copy."""
     made = driver.CUmemcpyAttributes()
     made.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     return made
 
 
 def error_name(driver: Any, code: int) -> str:
-    """The driver's name of an error."""
+    """Return the driver's name of an error."""
     try:
         return str(driver.CUresult(code).name)
     except ValueError:
@@ -402,7 +402,7 @@ class RegisteredRanges:
 
 
 def in_allocations(at: Addresses, nbytes: Addresses, allocation: Callable[[int], tuple[int, int] | None]) -> bool:
-    """Whether all pieces are in memory of the device, in at most ``ALLOCATIONS_MAX`` of its allocations."""
+    """Return True if all pieces are in at most ``ALLOCATIONS_MAX`` allocations of the device."""
     for _ in range(ALLOCATIONS_MAX):
         if not len(at):
             return True
@@ -440,7 +440,7 @@ class CudaCopies:
 
     @property
     def batches(self) -> bool:
-        """Whether the driver copies many pieces with one call."""
+        """True if the driver copies many pieces with one call."""
         return self._batch is not None
 
     def copy(self, stream: Any, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
@@ -506,13 +506,13 @@ class CudaCopies:
                 call(self._driver.cuMemcpyAsync, target, source, length, stream)
 
     def _are_registered(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> bool:
-        """Whether each piece has one end in registered host memory."""
+        """Return True if each piece has one end in registered host memory."""
         to_host, _ = self._ranges.translate(targets, nbytes, write=True)
         from_host, _ = self._ranges.translate(sources, nbytes, write=False)
         return bool((to_host | from_host).all())
 
     def allocation(self, address: int) -> tuple[int, int] | None:
-        """Start and end of the device's allocation that contains the address, or None."""
+        """Return start and end of the device's allocation that contains the address, or None."""
         if not self.owns(address):
             return None
         start, nbytes = call(self._driver.cuMemGetAddressRange, address)

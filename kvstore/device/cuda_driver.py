@@ -75,7 +75,7 @@ class DriverError(Unavailable):
 
 
 def fault(code: str, call: str) -> KVStoreError:
-    """The KVStoreError for an error of the driver, by its name."""
+    """Return the KVStoreError for an error of the driver with this name."""
     reason = f"cuda: {call}: {code}"
     if code in LOST:
         return DeviceLost(reason)
@@ -104,7 +104,7 @@ def call_driver(function: Callable[..., Any], *arguments: object) -> tuple[Any, 
 
 
 def absent() -> str:
-    """Why there cannot be a driver, without calling it; "" if ``begin`` has to try."""
+    """Return why there cannot be a driver; "" if ``begin`` has to try. Does not call the driver."""
     try:
         if importlib.util.find_spec("cuda.bindings.driver") is None:
             return NO_PACKAGE
@@ -141,7 +141,7 @@ def begin() -> Any:
 
 
 def too_old(version: int) -> str:
-    """Why a driver of this version cannot be used, or ""."""
+    """Return why a driver with this version cannot be used, or ""."""
     if version >= VERSION_MIN:
         return ""
     return f"the NVIDIA driver is too old (CUDA {_shown(version)}, not {_shown(VERSION_MIN)} or later)"
@@ -167,12 +167,12 @@ class PrimaryContext:
         self.context = call(driver.cuDevicePrimaryCtxRetain, self.device)
 
     def attribute(self, name: str) -> int:
-        """An attribute of the device, by the name after ``CU_DEVICE_ATTRIBUTE_``."""
+        """Return the device's attribute ``CU_DEVICE_ATTRIBUTE_<name>``."""
         attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(call(self.driver.cuDeviceGetAttribute, attribute, self.device))
 
     def current(self) -> CurrentContext:
-        """A context in which calls of this thread go to this device. Raises DeviceLost."""
+        """Direct this thread's calls to this device while the context lasts. Raises DeviceLost."""
         return CurrentContext(self)
 
     def let_go(self, function: Callable[..., Any], handle: object) -> None:
@@ -263,7 +263,7 @@ def allocate_mapped(primary: PrimaryContext, nbytes: int) -> CudaMemory:
 
 
 def properties_of(primary: PrimaryContext) -> Any:
-    """The argument of ``cuMemCreate``."""
+    """Return the argument of ``cuMemCreate``."""
     driver = primary.driver
     made = driver.CUmemAllocationProp()
     made.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -276,7 +276,7 @@ def properties_of(primary: PrimaryContext) -> Any:
 
 
 def access_of(primary: PrimaryContext) -> Any:
-    """The argument of ``cuMemSetAccess``: this device reads and writes. Some drivers refuse read access alone."""
+    """Return the argument of ``cuMemSetAccess`` for reads and writes. Some drivers refuse read access alone."""
     driver = primary.driver
     made = driver.CUmemAccessDesc()
     made.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -299,12 +299,12 @@ def export(primary: PrimaryContext, device: bytes, memory: CudaMemory | None, ad
 
 
 def handle_bytes(handle: Any) -> bytes:
-    """The bytes of a ``CUipcMemHandle``. Some versions of the package name them, others do not."""
+    """Return the bytes of a ``CUipcMemHandle``. Some versions of the package name them, others do not."""
     return ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES)
 
 
 def handle_of(driver: Any, raw: bytes) -> Any:
-    """The ``CUipcMemHandle`` in these bytes."""
+    """Return the ``CUipcMemHandle`` in these bytes."""
     handle = driver.CUipcMemHandle()
     ctypes.memmove(int(handle.getPtr()), raw, HANDLE_BYTES)
     return handle

@@ -57,7 +57,7 @@ class HostMemory:
         self._on_free(self)
 
     def view(self) -> Bytes:
-        """The bytes, for tests and for functions that stand for kernels. Programs have to copy them."""
+        """Return a view of the bytes for tests and for functions that act as kernels. Programs must copy the bytes."""
         return np.frombuffer(self._map, np.uint8, self.nbytes)
 
     def let_go(self) -> None:
@@ -111,7 +111,7 @@ class _Work:
         self.run, self.reads, self.writes = run, reads, writes  # writes None: anything, anywhere
 
     def touches(self, piece: Span) -> bool:
-        """Whether the item may read or write there."""
+        """Return True if the item may read or write there."""
         return self.writes is None or any(a < piece[1] and piece[0] < b for a, b in (*self.reads, *self.writes))
 
 
@@ -184,7 +184,7 @@ class HostStream:
             self.work.append(_Work(lambda: self._device.run(event), [], []))
 
     def launch(self, kernel: Callable[[], None]) -> None:
-        """Run ``kernel``, which stands for a kernel, in its turn. It must not call the device."""
+        """Run the function ``kernel`` in stream order, as if it were a kernel. It must not call the device."""
         with self._device.changed:
             self._device.check()
             self.work.append(_Work(kernel, [], None))
@@ -372,7 +372,7 @@ class HostDevice:
                 ctypes.memmove(writes[at][0], reads[at][0], nbytes)
 
     def host_pieces(self, pieces: list[Span]) -> list[Span]:
-        """The pieces in host memory. Asserts that all others are in memory of this device that is not freed."""
+        """Return the pieces in host memory. Asserts that all other pieces are in unfreed memory of this device."""
         return [piece for piece in pieces if not self._is_ours(piece)]
 
     def pending(self) -> Iterator[_Work]:
@@ -381,7 +381,7 @@ class HostDevice:
             yield from stream.work
 
     def falses(self) -> int:
-        """How often the next event reports that it is not over."""
+        """Return how often the next event reports that it is not over."""
         return int(self._rng.integers(FALSE_ANSWERS_MAX + 1))
 
     def _is_ours(self, piece: Span) -> bool:
@@ -430,5 +430,5 @@ def _meet(one: Span, other: Span) -> bool:
 
 
 def _uuid(name: str) -> bytes:
-    """The device's uuid, which is equal in every process."""
+    """Return the device's uuid, which is equal in every process."""
     return hashlib.blake2b(name.encode(), digest_size=16).digest()

@@ -68,7 +68,7 @@ def copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
 
 
 def _may_be_slow(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> bool:
-    """Whether some rows may have offsets for which `rep movsb` is slow."""
+    """Return True if some rows might have offsets for which `rep movsb` is slow."""
     if target.ndim > 1 and (target.ndim > 2 or (target.strides[0] - source.strides[0]) % PAGE_BYTES):
         return True
     try:
@@ -110,7 +110,7 @@ class Bounces:
 
 
 def large_buffer(nbytes: int) -> Bytes:
-    """At least ``nbytes``, aligned to large pages, and in large pages if the kernel has them."""
+    """Allocate at least ``nbytes``, aligned to large pages, and in large pages if the kernel has them."""
     size_bytes = -(-nbytes // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES  # entire pages
     memory = mmap.mmap(-1, size_bytes + LARGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):

@@ -52,7 +52,7 @@ def pages_needed(layout: Layout, boundary: int) -> range:
 
 
 def boundary_tokens(layouts: Sequence[Layout]) -> int:
-    """Return the number of tokens of which every boundary is a multiple."""
+    """Return the number of tokens that divides every boundary."""
     return lcm(*(layout.page_tokens for layout in layouts))
 
 

@@ -96,7 +96,7 @@ class Layout:
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes of one token in one head of one layer (K and V packed, or latent and rope)."""
+        """The size in bytes of one token in one head of one layer (K and V packed, or latent and rope)."""
         elements = self.mla_latent + self.mla_rope if self.mla_latent else 2 * self.head_dim
         return elements * DTYPE_BYTES[self.dtype]
 
@@ -107,17 +107,17 @@ class Layout:
 
     @cached_property
     def head_bytes(self) -> int:
-        """Bytes of one head of one layer of a page."""
+        """The size in bytes of one head of one layer of a page."""
         return self._entries * self.token_bytes
 
     @cached_property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of a page."""
+        """The size in bytes of one layer of a page."""
         return self.kv_heads * self.head_bytes
 
     @cached_property
     def page_bytes(self) -> int:
-        """Bytes of a page: all layers of ``page_tokens`` tokens."""
+        """The size in bytes of a page: all layers of ``page_tokens`` tokens."""
         return self.layers * self.layer_bytes
 
     @cached_property

@@ -134,7 +134,7 @@ class About(NamedTuple):
         return self.pieces == pieces_of(self.value_bytes, page_bytes)
 
     def words(self, number: int, width: int) -> bytes:
-        """Return the bytes in place of token ids. Pieces are numbered from 1; the head has number 0."""
+        """Return the bytes that are stored in place of token ids. Pieces are numbered from 1; the head has number 0."""
         about = _ABOUT.pack(_MARK, len(self.name), self.value_bytes, self.pieces, number)
         return (about + self.name).ljust(4 * width, b"\0")
 

@@ -265,7 +265,7 @@ class Keys:
 
     @property
     def above(self) -> list[bytes] | None:
-        """The keys of the pages before the first one, beginning with page 0. None if they are not known."""
+        """The keys of the pages before the first page, starting with page 0; None if they are unknown."""
         if self.chain is None:
             return None
         links = self.chain[0][: self.chain[1]]

@@ -111,7 +111,7 @@ def word_of(generation: int, state: FrameState) -> int:
 
 
 def in_state(words: npt.NDArray[np.uint64], state: FrameState) -> npt.NDArray[np.bool_]:
-    """Return ``[frames]``: True for each of these record words that has the state."""
+    """Return a boolean array ``[frames]``: True where the record word has this state."""
     matches: npt.NDArray[np.bool_] = (words & np.uint64(0xFF)) == state
     return matches
 
@@ -183,7 +183,7 @@ class RecordFormat:
 
     @cached_property
     def identity(self) -> slice:
-        """Key, root, extra and tokens. Every read compares them."""
+        """The range of key, root, extra and tokens. Every read compares these."""
         return slice(WORD_BYTES, WORD_BYTES + identity_bytes(self.page_tokens))
 
     @cached_property
@@ -251,7 +251,7 @@ class RecordFormat:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of one row, a multiple of 8."""
+        """The size in bytes of one row, a multiple of 8."""
         tail_bytes = -(-max(4 * self.layers, 8 + 8 * SHARDS_MAX) // 8) * 8 if self.tail else 0
         return self.info + 24 + tail_bytes
 

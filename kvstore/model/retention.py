@@ -78,7 +78,7 @@ def priority_of(hint: int) -> int:
 
 
 def ttl_s_of(hint: int) -> int | None:
-    """Return for how many seconds after a page's last use the priority of a hint counts. None: always."""
+    """Return for how many seconds after a page's last use a hint's priority counts; None if it always counts."""
     exponent = hint >> _PRIORITY_BITS
     return 2 << exponent if exponent else None
 

@@ -97,12 +97,12 @@ class Shard:
 
     @cached_property
     def width(self) -> int:
-        """Bytes of this shard's heads in one layer of a page."""
+        """The size in bytes of this shard's heads in one layer of a page."""
         return (self.heads[1] - self.heads[0]) * self.layout.head_bytes
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of this shard's part of a page."""
+        """The size in bytes of this shard's part of a page."""
         return (self.layers[1] - self.layers[0]) * self.width
 
     def part(self, pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
@@ -165,7 +165,7 @@ class Strides:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of all pieces of a page."""
+        """The size in bytes of all pieces of a page."""
         return len(self.layers) * self.piece * math.prod(count for count, _ in self.dims)
 
     def nbytes(self, frames: int) -> int:

@@ -56,7 +56,7 @@ class Calls:
 
     @contextlib.contextmanager
     def watch(self, method: str, context: Any) -> Iterator[None]:
-        """Count and time one call. It goes around the gate, which sets the call's status."""
+        """Count and time one call. This context encloses the gate, which sets the call's status."""
         start_s, code = time.monotonic(), "UNKNOWN"
         with tracing.span(f"kvstore.grpc {method}", _traceparent(context)) as span:
             try:
@@ -77,7 +77,7 @@ class Calls:
 
 
 def _code(context: Any) -> str:
-    """The call's status; UNKNOWN if the call failed without one."""
+    """Return the call's status; UNKNOWN if the call failed without one."""
     code = context.code()
     number = code.value[0] if isinstance(code, grpc.StatusCode) else int(code or 0)
     return _NAMES.get(number, "UNKNOWN") if number else "UNKNOWN"
@@ -91,5 +91,5 @@ def _traceparent(context: Any) -> str:
 
 
 def _host(peer: str) -> str:
-    """``ipv4:10.0.0.1:5555`` without its port."""
+    """Return an address such as ``ipv4:10.0.0.1:5555`` without its port."""
     return peer.rpartition(":")[0] if peer.startswith("ip") else peer

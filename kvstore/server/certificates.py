@@ -38,7 +38,7 @@ class ServerCertificate:
 
     @classmethod
     def of(cls, config: DaemonConfig) -> ServerCertificate | None:
-        """A daemon's certificate, checked; None: its connections are plain. Raises as ``check``."""
+        """Return a daemon's checked certificate; None if its connections are plain. Raises as ``check``."""
         if config.tls_cert is None or config.tls_key is None:
             return None
         certificate = cls(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -60,7 +60,7 @@ class ServerCertificate:
 
     @property
     def files(self) -> ChangedFiles:
-        """Watches whether one of the files changes from now on."""
+        """A watch that reports later changes of these files."""
         files = ChangedFiles(each for each in (self.cert, self.key, self.client_ca) if each is not None)
         files.changed()
         return files
@@ -162,7 +162,7 @@ class _Renewal:
         self._health = TaskHealth(f"certificate {certificate.cert}")
 
     def is_due(self) -> bool:
-        """True once for each change. Any thread may call it."""
+        """Return True once for each change. Any thread may call this."""
         if not self._files.changed():
             return False
         try:
@@ -177,7 +177,7 @@ class _Renewal:
 
 
 def _matches(name: str, host: str) -> bool:
-    """Whether ``name``, such as *.example, matches ``host``."""
+    """Return True if ``name``, such as *.example, matches ``host``."""
     return name.startswith("*.") and host.partition(".")[2] == name[2:]
 
 

@@ -109,7 +109,7 @@ class Pressure:
             raise TooManyCalls("there are too many calls to answer this one in time", retry_s, "late")
 
     async def look(self) -> None:
-        """Sleep for ``LOOK_S``, and update the numbers. Has to be called repeatedly."""
+        """Sleep for ``LOOK_S`` and update the numbers. The server calls this repeatedly."""
         clock = asyncio.get_running_loop().time
         last_s = clock()
         if self._began_s is None:
@@ -150,7 +150,7 @@ Value = TypeVar("Value")
 
 
 class Threads:
-    """The threads for work that blocks. Each call has one step in them at a time. Made in the event loop."""
+    """The threads for blocking work. Each call runs one step in them at a time. Made in the event loop."""
 
     def __init__(self) -> None:
         self.quick = Lane(QUICK_THREADS, "quick")
@@ -207,7 +207,7 @@ class Call:
         return await lane.run(self._on_start, work, undo, self.caller, self.left_s, begun)
 
     def waits(self) -> contextlib.AbstractContextManager[None]:
-        """A context for the time in which the call waits for its caller: the call does not count as running."""
+        """Do not count the call as running while it waits for its caller inside this context."""
         return self._gate.pressure.count_waiting(self.caller)
 
     def _on_start(self, step: Future[Any]) -> None:
@@ -241,7 +241,7 @@ class Call:
 
     @contextlib.asynccontextmanager
     async def request(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Receive the only message of a call. A large one takes buffers."""
+        """Receive the only message of a call. A large message takes buffers."""
         message = await self.receive(requests)
         if message is None:
             raise InvalidRequest("request", "is missing")
@@ -284,7 +284,7 @@ def _limit_stall(verb: str) -> Iterator[None]:
 
 
 def parse(kind: type[Request], message: bytes) -> Request:
-    """The message as a request of type ``kind``. Raises InvalidRequest if the bytes are not one."""
+    """Parse the message as a request of type ``kind``. Raises InvalidRequest if the bytes are not one."""
     try:
         return kind.FromString(message)
     except DecodeError:
@@ -322,7 +322,7 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def admit(self, context: Any) -> AsyncIterator[Call]:
-        """Admit a call for the time of the context. An error that is raised inside ends the call with its status."""
+        """Admit a call until the context ends. An error that is raised inside ends the call with its status."""
         try:
             caller = self._identify(context)
             self.connections.note_call(context.peer(), caller)
@@ -391,7 +391,7 @@ class Gate:
                 self._half_open.pop(call, None)
 
     async def look(self) -> None:
-        """Update ``pressure``, and end calls whose request does not arrive. Has to be called repeatedly."""
+        """Update ``pressure``, and end calls whose request does not arrive. The server calls this repeatedly."""
         await self.pressure.look()
         before_s = self.pressure.on_time_s - self.first_message_s
         for call, (since_s, _) in list(self._half_open.items()):
@@ -413,7 +413,7 @@ class Gate:
 
 
 def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The bearer token; None without an authorization header."""
+    """Return the bearer token; None without an authorization header."""
     values = [value for key, value in metadata if key == "authorization"]
     if not values:
         return None

@@ -111,7 +111,7 @@ def _link(fd: str) -> str:
 
 
 def _shut(link: str, fd: int) -> None:
-    """Shut the connection down, if the descriptor still is that connection."""
+    """Shut the connection down if the descriptor still belongs to it."""
     with contextlib.suppress(OSError):
         ours = os.dup(fd)
         if _link(str(ours)) == link:
@@ -122,14 +122,14 @@ def _shut(link: str, fd: int) -> None:
 
 
 def _peer(peer: str) -> Peer | None:
-    """``ipv4:10.0.0.1:5555`` or ``ipv6:%5B::1%5D:5555``; None for unix sockets."""
+    """Return ``ipv4:10.0.0.1:5555`` or ``ipv6:%5B::1%5D:5555``; None for unix sockets."""
     kind, _, address = peer.partition(":")
     host, _, port = unquote(address).rpartition(":")
     return (_plain(host.strip("[]")), int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
 
 
 def _plain(host: str) -> str:
-    """The address as IPv4 if it is an IPv4 address or maps to one."""
+    """Return the address as IPv4 if it is an IPv4 address or maps to one."""
     if ":" not in host:
         return host
     number = ipaddress.IPv6Address(host.partition("%")[0])

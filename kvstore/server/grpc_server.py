@@ -43,7 +43,7 @@ def serve_methods(
     send_streams: Mapping[str, SendStream],
     receive_streams: Mapping[str, ReceiveStream] = MappingProxyType({}),
 ) -> grpc.GenericRpcHandler:
-    """A service with these methods. Every call passes the gate."""
+    """Return a service with these methods. Every call passes the gate."""
     # All methods take a stream. Callers see no difference, and a unary handler would only start after its message.
     unary_reply, stream_reply = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
     table: dict[str, Any] = {
@@ -255,7 +255,7 @@ class LoopServer(ABC):
                 asyncio.run_coroutine_threadsafe(shutdown, self._loop)
 
     def stop(self) -> None:
-        """Accept no more calls, and end the running ones: they have a grace time, and are then cancelled."""
+        """Accept no more calls. Running calls are cancelled after a grace period."""
         if self._loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopping.set)
@@ -266,15 +266,15 @@ class LoopServer(ABC):
 
     @abstractmethod
     def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
-        """The service. ``ends`` closes its resources, after the last step of a call has ended."""
+        """Open the service. ``ends`` closes its resources after the last step of a call has ended."""
 
     def _background(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Coroutines that run next to calls until they are cancelled, each as a ``boundary.task_loop``."""
+        """Return coroutines that run beside calls until cancelled, each as a ``boundary.task_loop``."""
         return ()
 
     @abstractmethod
     def _on_calls_end(self) -> None:
-        """Called when no more calls are served. Steps of calls may still run in threads."""
+        """Handle the end of the last call. Steps of calls might still run in threads."""
 
     # --- in the loop ------------------------------------------------------------------------------------------------
 

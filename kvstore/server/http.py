@@ -51,12 +51,12 @@ class HostNames:
 
     @classmethod
     def of(cls, config: DaemonConfig, certificate_names: Iterable[str] = ()) -> HostNames:
-        """The host names of a daemon. ``certificate_names``: those of its HTTP server."""
+        """Return the host names of a daemon. ``certificate_names`` are the names in its HTTP certificate."""
         own = [parse_address(config.http, "http")[0]] if config.http is not None else []
         return cls((*own, socket.gethostname(), *certificate_names, *config.http_hosts))
 
     def refusal(self, hosts: Sequence[str], origins: Sequence[str]) -> str:
-        """Why a request with these headers is refused, or ""."""
+        """Return why a request with these headers is refused, or ""."""
         if len(hosts) > 1 or len(origins) > 1:
             return "host: must be named once, and the origin at most once"
         host = _host(hosts[0]) if hosts else ""
@@ -82,7 +82,7 @@ class HostNames:
 
 
 def _host(header: str) -> str | None:
-    """The host in a Host header, in lower case and without its port; None if there is none."""
+    """Return the host in a Host header, in lower case and without its port; None if there is none."""
     match = _HEADER.fullmatch(header)
     return (match[1] or match[2]).lower().rstrip(".") or None if match else None
 
@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def version_string(self) -> str:
-        """The Server header."""
+        """Return the Server header."""
         return SERVER
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -186,7 +186,7 @@ class HttpServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """HOST:PORT that the server listens at, with the real port."""
+        """The HOST:PORT at which the server listens, with the real port."""
         host, port = self.server_address[:2]
         return f"{host!s}:{port}"
 
@@ -245,14 +245,14 @@ class HttpServer(ThreadingHTTPServer):
             self._guests.remove(guest)
 
     def service_actions(self) -> None:
-        """Cut off requests that take too long. Called every ``LOOK_S`` and after every connection."""
+        """Cut off requests that take too long. Runs every ``LOOK_S`` and after every connection."""
         now_s = time.monotonic()
         for request, (_, until_s) in list(self._open.items()):
             if now_s > until_s:
                 _shut(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an unexpected error: it ended a connection, or no thread could be started for one."""
+        """Log an unexpected error that ended a connection or prevented the start of its thread."""
         error = sys.exc_info()[1]
         if error is not None:
             boundary.report_error("http/connection", error)
@@ -293,7 +293,7 @@ def readyz(ready: Readiness, fault: Callable[[], str] = lambda: "") -> Route:
 
 
 def routes(ready: Readiness) -> dict[str, Route]:
-    """The routes that every daemon answers from its start."""
+    """Return the routes that every daemon answers from startup."""
 
     return {
         "/healthz": lambda: (200, "text/plain", "ok\n"),

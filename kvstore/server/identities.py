@@ -46,7 +46,7 @@ log = logging.getLogger("kvstore.api")
 
 @dataclass(frozen=True)
 class Identity:
-    """A caller. ``expires_s``: seconds since the epoch, or None."""
+    """A caller. ``expires_s`` is in seconds since the epoch; None if the identity never expires."""
 
     name: str
     salts: frozenset[str]
@@ -56,7 +56,7 @@ class Identity:
     expires_s: float | None = None
 
     def may_use(self, salt: str) -> bool:
-        """Whether pages under ``salt`` are this caller's."""
+        """Return True if the caller owns the pages under ``salt``."""
         return ALL_SALTS in self.salts or salt in self.salts
 
     def check_salt(self, salt: str) -> None:
@@ -75,7 +75,7 @@ LOCAL: Final = Identity("local", frozenset({ALL_SALTS}), operator=True)
 
 
 def is_tenant(identity: Identity) -> bool:
-    """Whether the caller is one of several tenants that have limits: neither an operator nor an unnamed caller."""
+    """Return True if the caller is a tenant with limits: neither an operator nor an unnamed caller."""
     return not identity.operator
 
 
@@ -99,12 +99,12 @@ class Identities:
 
     @property
     def required(self) -> bool:
-        """Whether callers have to identify themselves."""
+        """True if callers have to identify themselves."""
         return self.path is not None
 
     @property
     def by_certificate(self) -> bool:
-        """Whether some callers are identified by their certificate."""
+        """True if some callers are identified by their certificate."""
         return any(identity.certificate is not None for identity in self._identities)
 
     def find(self, token: str | None, certificates: Iterable[str]) -> Identity:
@@ -202,7 +202,7 @@ def _read(path: Path) -> tuple[tuple[Identity, ...], tuple[int, ...]]:
 
 
 def parse(document: dict[str, Any], source: str) -> tuple[Identity, ...]:
-    """The identities in a TOML document. Raises InvalidRequest naming the invalid entry."""
+    """Parse the identities in a TOML document. Raises InvalidRequest with the name of the invalid entry."""
     entries = document.get("identity", [])
     _require(
         set(document) <= {"identity"},
@@ -260,7 +260,7 @@ def _expiry(entry: dict[str, Any], where: str) -> float | None:
 
 
 def _require(holds: bool, reason: str, *values: object) -> None:
-    """Raise InvalidRequest unless ``holds``. ``values``: what was refused, if the message should show it."""
+    """Raise InvalidRequest unless ``holds``. The message shows ``values``, the refused values."""
     if not holds:
         got = f" (got {repr(values[0])[:80]})" if values else ""
         raise InvalidRequest("identities", reason + got)

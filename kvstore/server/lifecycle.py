@@ -60,11 +60,11 @@ class Life:
 
     @property
     def took_s(self) -> float:
-        """Seconds since the start."""
+        """The seconds since the start."""
         return time.monotonic() - self._began_s
 
     def at_end(self, call: Callable[[], object]) -> None:
-        """Call ``call`` when HTTP has ended. The last registered call is made first."""
+        """Register ``call`` to run when HTTP has ended. The last registered call runs first."""
         self.ends.callback(call)
 
     def log_start(self, **fields: Any) -> None:
@@ -103,12 +103,12 @@ class Life:
         self.ready.clear()
 
     def fail(self, failure: KVStoreError) -> None:
-        """End in order, as after a signal. ``run`` then raises ``failure``. Any thread may call it."""
+        """End the daemon in order, as after a signal. ``run`` then raises ``failure``. Any thread may call this."""
         self.failure = self.failure or failure
         self._stop.set()
 
     def on_signal(self) -> None:
-        """Handle a signal to end: the first ends the daemon, the second sets ``hurry``."""
+        """Handle a termination signal. The first signal ends the daemon; the second sets ``hurry``."""
         (self.hurry if self._stop.is_set() else self._stop).set()
 
 

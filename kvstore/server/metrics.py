@@ -33,17 +33,17 @@ class MetricInfo(NamedTuple):
 
     @property
     def exported(self) -> str:
-        """The name in Prometheus; for a histogram without ``_bucket``."""
+        """The name in Prometheus. A histogram's name is without ``_bucket``."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
 def metric_info(prefix: str, kind: str, name: str, help: str, *labels: str) -> MetricInfo:
-    """The metric ``<prefix>_<name>``."""
+    """Return the metric ``<prefix>_<name>``."""
     return MetricInfo(f"{prefix}_{name}", kind, labels, help)
 
 
 def table_text(metrics: Sequence[MetricInfo]) -> str:
-    """The metrics as a table for the docs."""
+    """Return the metrics as a table for the docs."""
     rows = [f"| `{info.exported}` | {info.kind} | {', '.join(info.labels)} | {info.help} |" for info in metrics]
     return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])
 
@@ -103,7 +103,7 @@ class Families:
     def buckets(
         self, name: str, bounds_s: Sequence[float], counts: Sequence[int], sum_s: float | None, *labels: str
     ) -> None:
-        """Add one histogram: ``counts`` of each bucket, the last one without a bound."""
+        """Add one histogram. ``counts`` has one count per bucket; the last bucket has no bound."""
         total, rows = 0, []
         for bound, count in zip((*bounds_s, float("inf")), counts, strict=True):
             total += count
@@ -151,7 +151,7 @@ class DaemonMetrics(Collector):
         self._registry.register(self)
 
     def route(self) -> tuple[int, str, str]:
-        """The answer to a scrape."""
+        """Answer a scrape."""
         with self._turn:
             return 200, CONTENT_TYPE, generate_latest(self._registry).decode()
 

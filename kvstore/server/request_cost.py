@@ -60,7 +60,7 @@ async def _with_buffers(
 
 
 async def weight_of(call: Call, kind: Any, message: bytes) -> int:
-    """``weigh``, in a thread if there are many values."""
+    """Run ``weigh``, in a thread if there are many values."""
     weight = weigh(kind, message, SLICE_VALUES)
     if weight is None:
         weight = await call.quick(weigh, kind, message)
@@ -134,7 +134,7 @@ class _Weight:
 
 
 def _varint(data: bytes, place: int, stop: int) -> tuple[int, int]:
-    """The number at ``place``, and the place after it. If it is cut short, the end."""
+    """Return the number at ``place`` and the place after it. If the number is cut short, that place is the end."""
     if place < stop and data[place] < 0x80:
         return data[place], place + 1
     value = shift = 0

@@ -20,7 +20,7 @@ FLUSH_S = 3.0
 
 
 class TraceSpan(Protocol):
-    """What ``span`` yields."""
+    """A span as ``span`` yields it."""
 
     def set_attribute(self, key: str, value: Any) -> None:
         """Add an attribute."""
@@ -85,7 +85,7 @@ def shutdown() -> None:
 
 
 def enabled() -> bool:
-    """Whether spans are made."""
+    """True if spans are made."""
     return _tracer is not None
 
 

@@ -115,26 +115,26 @@ def decode(data: memoryview) -> Message:
 
 
 def batch_pages(page_tokens: int, layers: int) -> int:
-    """How many pages of a class fit one request (identity row, address and checksums each)."""
+    """Return how many pages of a class fit in one request (identity row, address and checksums for each)."""
     row = identity_bytes(page_tokens) + ADDRESS_BYTES + 4 * layers + 1  # a hint
     return max(1, min(BATCH_MAX, (MESSAGE_BYTES_MAX - HEAD.size - 64) // row))
 
 
 def batch_objects(page_tokens: int) -> int:
-    """How many pages of objects fit one request (identity row and two addresses each)."""
+    """Return how many pages of objects fit in one request (identity row and two addresses for each)."""
     row = identity_bytes(page_tokens) + 2 * ADDRESS_BYTES
     return max(1, min(BATCH_MAX, (MESSAGE_BYTES_MAX - HEAD.size) // row))
 
 
 def pack_class(frame_class: FrameClass) -> int:
-    """A frame class as the header number ``a``."""
+    """Return a frame class as the header number ``a``."""
     packed = _CLASS.pack(frame_class.page_bytes, frame_class.page_tokens, frame_class.layers)
     return int.from_bytes(packed, "little")
 
 
 @lru_cache(maxsize=256)
 def unpack_class(number: int) -> FrameClass:
-    """The frame class in the header number ``a``. Raises InvalidRequest if its geometry is impossible."""
+    """Return the frame class in the header number ``a``. Raises InvalidRequest if its geometry is impossible."""
     page_bytes, page_tokens, layers = _CLASS.unpack(number.to_bytes(8, "little"))
     if page_bytes == 0 or layers == 0 or page_bytes % layers:
         problem = "page_bytes must be a multiple of layers, and both above 0"
@@ -143,7 +143,7 @@ def unpack_class(number: int) -> FrameClass:
 
 
 def pack_addresses(addresses: Iterable[Address]) -> bytes:
-    """Addresses without gaps, 16 bytes each."""
+    """Pack addresses without gaps, 16 bytes each."""
     numbers = list(chain.from_iterable(addresses))
     return _numbers(len(numbers) // 3).pack(*numbers)
 
@@ -154,14 +154,14 @@ def _numbers(count: int) -> struct.Struct:
 
 
 def unpack_addresses(body: memoryview | bytes, count: int, offset: int = 0) -> list[Address]:
-    """``count`` addresses from ``body`` at ``offset``. Raises InvalidRequest if the body is too short."""
+    """Return ``count`` addresses from ``body`` at ``offset``. Raises InvalidRequest if the body is too short."""
     stop = offset + count * ADDRESS_BYTES
     _need(body, stop)
     return list(map(Address._make, ADDRESS.iter_unpack(body[offset:stop])))
 
 
 def unpack_rows(body: memoryview, count: int, page_tokens: int, offset: int) -> npt.NDArray[np.uint8]:
-    """Identity rows ``[count, 48 + 4 * page_tokens]`` from ``body`` at ``offset`` (a view, not a copy)."""
+    """Return a view of the identity rows ``[count, 48 + 4 * page_tokens]`` in ``body`` at ``offset``."""
     width = identity_bytes(page_tokens)
     _need(body, offset + count * width)
     return np.frombuffer(body, np.uint8, count * width, offset).reshape(count, width)
@@ -180,13 +180,13 @@ def unpack_hints(message: Message) -> bytes:
 
 
 def unpack_key(body: memoryview, offset: int) -> bytes:
-    """16 bytes at ``offset``."""
+    """Return the 16-byte key at ``offset``."""
     _need(body, offset + KEY_BYTES)
     return bytes(body[offset : offset + KEY_BYTES])
 
 
 def unpack_keys(body: memoryview, count: int, offset: int) -> list[bytes]:
-    """``count`` keys from ``body`` at ``offset``."""
+    """Return ``count`` keys from ``body`` at ``offset``."""
     stop = offset + count * KEY_BYTES
     _need(body, stop)
     raw = bytes(body[offset:stop])
@@ -194,23 +194,23 @@ def unpack_keys(body: memoryview, count: int, offset: int) -> list[bytes]:
 
 
 def pack_statuses(statuses: Iterable[int]) -> bytes:
-    """One byte each, padded to 8."""
+    """Pack statuses as one byte each, padded to a multiple of 8 bytes."""
     raw = bytes(statuses)
     return raw + b"\0" * (-len(raw) % 8)
 
 
 def statuses_bytes(count: int) -> int:
-    """Bytes of ``count`` packed statuses."""
+    """Return the size in bytes of ``count`` packed statuses."""
     return count + -count % 8
 
 
 def pack_json(value: Any) -> bytes:
-    """JSON body."""
+    """Return a JSON body."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def unpack_json(body: memoryview) -> dict[str, Any]:
-    """The JSON object in ``body``. Raises InvalidRequest if there is none."""
+    """Return the JSON object in ``body``. Raises InvalidRequest if there is none."""
     try:
         value = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:  # the latter: thousands of brackets

@@ -167,7 +167,7 @@ class Head(NamedTuple):
 
 
 def pack_head(kind: FrameKind, request: int, body_bytes: int, flags: int = 0) -> bytes:
-    """The head of a frame."""
+    """Return the head of a frame."""
     assert body_bytes <= BODY_MAX[kind], f"{kind.name} of {body_bytes} bytes"
     return HEAD.pack(MAGIC, kind, flags, request, body_bytes)
 
@@ -237,7 +237,7 @@ class Welcome:
 
 
 def pack_hello(message: Hello | Welcome) -> bytes:
-    """The message as the body of its frame."""
+    """Return the message as the body of its frame."""
     return json.dumps(asdict(message), separators=(",", ":")).encode()
 
 
@@ -256,7 +256,7 @@ def unpack_hello(body: bytes | bytearray | memoryview) -> Hello:
 
 
 def unpack_welcome(body: bytes | bytearray | memoryview) -> Welcome:
-    """The body of WELCOME. Raises WireError if it is not valid."""
+    """Parse the body of WELCOME. Raises WireError if it is not valid."""
     welcome: Welcome = _unpack(Welcome, body)
     return welcome
 
@@ -306,7 +306,7 @@ def pack_error(error: KVStoreError) -> bytes:
 
 
 def unpack_error(body: bytes | bytearray | memoryview) -> KVStoreError:
-    """The error that the other end sent, for the caller to raise."""
+    """Return the error that the other end sent, for the caller to raise."""
     if len(body) < _CODE.size:
         return WireError("the other end sent an error without a message")
     kind = dict(_ERRORS).get(_CODE.unpack_from(body)[0], Unavailable)
@@ -375,7 +375,7 @@ class ReadRequest:
         return pieces_of(self.chain.frame_class, self.offset, self.length)
 
     def pack(self) -> list[bytes]:
-        """The body of READ, in parts."""
+        """Return the body of READ, in parts."""
         chain, keys, shape = self.chain, self.keys, self.chain.frame_class
         salt, adapter = chain.salt.encode(), chain.adapter.encode()
         flags = (_CLOSED if chain.closed else 0) | (_EXTRAS if keys.extras is not None else 0)
@@ -389,12 +389,12 @@ class ReadRequest:
 
 
 def request_bytes(page_tokens: int, extras: bool) -> int:
-    """How many bytes each page adds to the body of READ."""
+    """Return how many bytes each page adds to the body of READ."""
     return KEY_BYTES + (KEY_BYTES if extras else 0) + 4 * page_tokens
 
 
 def pages_per_request(chain: ChainQuery, extras: bool) -> int:
-    """How many pages one READ may name."""
+    """Return how many pages one READ may name."""
     room = BODY_MAX[FrameKind.READ] - _FIXED.size - 2 * SALT_BYTES_MAX
     return min(READ_PAGES_MAX, room // request_bytes(chain.frame_class.page_tokens, extras))
 
@@ -439,7 +439,7 @@ def unpack_read(body: memoryview) -> ReadRequest:
 
 
 def pack_range(first: int, tier: Tier, sums: Sums) -> bytes:
-    """The head of a RANGE, which its pages' bytes follow. ``sums``: ``[pages, pieces]``."""
+    """Return the head of a RANGE; the bytes of the pages follow it. ``sums``: ``[pages, pieces]``."""
     return _RANGE.pack(first, sums.shape[0], sums.shape[1], TIERS.index(tier)) + sums.tobytes()
 
 
@@ -479,7 +479,7 @@ def pack_end(pages: int, reason: str) -> bytes:
 
 
 def unpack_end(body: bytearray, sent: int) -> tuple[int, str]:
-    """The fields of END after ``sent`` pages. Raises WireError if they are impossible."""
+    """Return the fields of END after ``sent`` pages. Raises WireError if they are impossible."""
     if len(body) < _END.size:
         raise WireError(f"end: must have at least {_END.size} bytes (got {len(body)})")
     (pages,) = _END.unpack_from(body)
@@ -489,13 +489,13 @@ def unpack_end(body: bytearray, sent: int) -> tuple[int, str]:
 
 
 def pieces_of(shape: FrameClass, offset: int, length: int) -> int:
-    """How many checksums a range of a page of this class has."""
+    """Return how many checksums a range of a page of this class has."""
     layer = shape.page_bytes // shape.layers
     return length // layer if offset % layer == 0 and length % layer == 0 else 1
 
 
 def sums_of(rows: npt.NDArray[np.uint8], pieces: int) -> Sums:
-    """Checksums of each piece of each of these rows, ``[rows, pieces]``."""
+    """Return the checksum of each piece of each row, ``[rows, pieces]``."""
     digest: Any = xxhash.xxh3_64_intdigest  # takes arrays, too
     count = rows.shape[0] * pieces
     if rows.flags.c_contiguous:
@@ -564,24 +564,24 @@ class Loan:
 
 
 def pages_lent_max(request: ReadRequest) -> int:
-    """How many pages one LENT can name."""
+    """Return how many pages one LENT can name."""
     return (BODY_MAX[FrameKind.LENT] - (64 << 10)) // (_RUN.size + 8 + 4 * request.pieces)
 
 
 def pack_attached(incarnation: int, metadata: bytes) -> bytes:
-    """The body of ATTACHED."""
+    """Return the body of ATTACHED."""
     return _ATTACHED.pack(incarnation) + metadata
 
 
 def unpack_attached(body: bytearray) -> tuple[int, bytes]:
-    """The fields of ATTACHED. Raises WireError if they are not valid."""
+    """Return the fields of ATTACHED. Raises WireError if they are not valid."""
     if len(body) <= _ATTACHED.size:
         raise WireError(f"attached: must have more than {_ATTACHED.size} bytes (got {len(body)})")
     return _ATTACHED.unpack_from(body)[0], bytes(body[_ATTACHED.size :])
 
 
 def pack_lent(loan: Loan) -> bytes:
-    """The body of LENT."""
+    """Return the body of LENT."""
     head = _LENT.pack(loan.incarnation, loan.lease, len(loan.runs), loan.pages, loan.sums.shape[1])
     runs = b"".join(_RUN.pack(*run) for run in loan.runs)
     return b"".join((head, runs, loan.words.tobytes(), loan.sums.astype("<u4").tobytes(), loan.reason.encode()))
@@ -603,13 +603,13 @@ def unpack_lent(body: bytearray, request: ReadRequest) -> Loan:
 
 
 def pack_return(loan: Loan) -> bytes:
-    """The body of RETURN."""
+    """Return the body of RETURN."""
     runs = b"".join(_RUN.pack(*run) for run in loan.runs)
     return _RETURN.pack(loan.lease, len(loan.runs), loan.pages) + runs + loan.words.tobytes()
 
 
 def unpack_return(body: memoryview) -> Loan:
-    """The fields of RETURN: lease, runs and words. Raises WireError if they are not valid."""
+    """Return the fields of RETURN: lease, runs and words. Raises WireError if they are not valid."""
     try:
         lease, count, pages = _RETURN.unpack_from(body)
         runs, at = _runs(body, _RETURN.size, count, pages)
@@ -621,7 +621,7 @@ def unpack_return(body: memoryview) -> Loan:
 
 
 def _runs(body: bytearray | memoryview, at: int, count: int, pages: int) -> tuple[list[LentRun], int]:
-    """``count`` runs with ``pages`` pages in all, and where they end. Raises ValueError, struct.error."""
+    """Return ``count`` runs with ``pages`` pages in total, and where they end. Raises ValueError, struct.error."""
     if count > READ_PAGES_MAX:
         raise ValueError(f"{count} runs")
     runs = [LentRun(*_RUN.unpack_from(body, at + i * _RUN.size)) for i in range(count)]

@@ -39,12 +39,12 @@ _TEXTS: Final = ("model", "dtype", "revision", "weights_digest", "attention", "r
 
 
 def layout_message(layout: Layout) -> pb.Layout:
-    """A layout as a message."""
+    """Return a layout as a message."""
     return pb.Layout(**asdict(layout))
 
 
 def layout_of(message: pb.Layout) -> Layout:
-    """The layout in a message. Raises InvalidRequest naming the field."""
+    """Return the layout in a message. Raises InvalidRequest with the name of the field."""
     raw = message.SerializeToString()
     return _layout_of(raw) if len(raw) <= CACHED_LAYOUT_BYTES_MAX else _layout_of.__wrapped__(raw)
 
@@ -73,7 +73,7 @@ def _layout_of(raw: bytes) -> Layout:
 
 
 def retention_messages(ranges: Iterable[Retention]) -> list[pb.Retention]:
-    """Hints as messages."""
+    """Return hints as messages."""
     return [
         pb.Retention(priority=part.priority, ttl_s=part.ttl_s or 0, start=part.start, stop=part.stop or 0)
         for part in ranges
@@ -81,7 +81,7 @@ def retention_messages(ranges: Iterable[Retention]) -> list[pb.Retention]:
 
 
 def retention_of(messages: Iterable[pb.Retention]) -> list[Retention]:
-    """The hints in messages. Raises InvalidRequest naming the field."""
+    """Return the hints in messages. Raises InvalidRequest with the name of the field."""
     return [Retention(part.priority, part.ttl_s or None, part.start, part.stop or None) for part in messages]
 
 
@@ -122,7 +122,7 @@ class Field(NamedTuple):
 
 
 def pack_data(data: Buffer, field: int = DATA_FIELD, other_fields: bytes = b"") -> bytes:
-    """A message with ``data`` in ``field``, its checksum in the next field, and then ``other_fields``, packed."""
+    """Pack a message with ``data`` in ``field``, its checksum in the next field, then ``other_fields``."""
     if isinstance(data, memoryview):
         data = data.cast("B")
     head = bytes([field << 3 | BYTES]) + pack_varint(len(data))
@@ -131,12 +131,12 @@ def pack_data(data: Buffer, field: int = DATA_FIELD, other_fields: bytes = b"") 
 
 
 def pack_integer(field: int, value: int) -> bytes:
-    """A field with an unsigned number; empty for 0, as in protobuf."""
+    """Return a field with an unsigned number; empty for 0, as in protobuf."""
     return bytes([field << 3 | VARINT]) + pack_varint(value) if value else b""
 
 
 def pack_varint(value: int) -> bytes:
-    """The number with seven bits per byte, the low ones first."""
+    """Return the number with seven bits per byte, the low bits first."""
     packed = bytearray()
     while value > 0x7F:
         packed.append(value & 0x7F | 0x80)
@@ -193,7 +193,7 @@ DETAILS_BYTES_MAX: Final = 1024  # trailing metadata may have 8 KiB in total
 
 
 class NotServed(errors.VersionMismatch):
-    """This node does not know the call; a later version does."""
+    """This node does not support the call; a later version does."""
 
 
 # An error that is not in the table is sent as its nearest parent in the table.
@@ -233,7 +233,7 @@ CLASSES: Final[Mapping[str, type[KVStoreError]]] = {
 
 
 def status_of(error: KVStoreError) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """The status code's name, the details and the trailing metadata for ``error``."""
+    """Return the status code's name, the details and the trailing metadata for ``error``."""
     code = next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
     metadata = [(ERROR_KEY, type(error).__name__)]
     details = str(error)
@@ -246,7 +246,7 @@ def status_of(error: KVStoreError) -> tuple[str, str, tuple[tuple[str, str], ...
 
 
 def error_of(code: str, details: str, metadata: Iterable[tuple[str, str | bytes]] = ()) -> KVStoreError:
-    """The error for a call's status. ``code`` is a status code's name."""
+    """Return the error for a call's status. ``code`` is a status code's name."""
     fields = {key: value for key, value in metadata if isinstance(value, str)}
     kind = CLASSES.get(code, KVStoreError)
     if code == "RESOURCE_EXHAUSTED" and _TOO_LARGE in details:  # from gRPC itself; a retry would not help
@@ -265,7 +265,7 @@ def error_of(code: str, details: str, metadata: Iterable[tuple[str, str | bytes]
 
 
 def from_rpc(error: Any) -> KVStoreError:
-    """The error for a client's ``grpc.RpcError``."""
+    """Return the error for a client's ``grpc.RpcError``."""
     code = error.code() if hasattr(error, "code") else None
     if code is None:
         return KVStoreError(str(error))

@@ -132,7 +132,7 @@ class KvIntake:
             self._forget()
 
     async def _replay(self, context: Any, start: int) -> None:
-        """Apply all messages from the number ``start`` on that the engine replays."""
+        """Apply all messages that the engine replays, starting at number ``start``."""
         dealer = self._socket(context, self._zmq.DEALER, self._settings.replay)
         remaining_bytes = REPLAY_BYTES_MAX
         try:

@@ -63,7 +63,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_error(document: dict[str, Any]) -> tuple[str, str]:
-    """Return the message and the parameter of an error; empty: there is none."""
+    """Return the message and the parameter of an error, or "" for one that is missing."""
     error = document.get("error", document)
     if not isinstance(error, dict):
         return str(error)[:SHOWN_MAX], ""
@@ -320,7 +320,7 @@ class BackendLink:
             raise NodeUnavailable(f"{name}: {type(error).__name__}: {error}") from None
 
     async def _chunks(self, response: aiohttp.ClientResponse, until_s: float, cuts: int) -> AsyncGenerator[bytes, None]:
-        """Yield the body in chunks. Only the waits for the back end are limited, not the work of the caller."""
+        """Yield the body in chunks. The time limit covers waits for the back end, not the caller's work."""
         while True:
             async with self._limit(until_s, cuts):
                 chunk = await response.content.readany()
@@ -346,7 +346,7 @@ def _usage(request: Request, part: BackendPart, count: int) -> Usage:
 
 
 async def _refusal(status: int, chunks: AsyncGenerator[bytes, None]) -> KVStoreError:
-    """Return the error for a response with another status than 200."""
+    """Return the error for a response whose status is not 200."""
     try:
         why, param = parse_error(parse_object(await _body(chunks)))
     except NodeUnavailable as error:

@@ -208,7 +208,7 @@ class ConnectionServer(web.Server):
             self._loop.add_reader(self._listener, self._accept, self._listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept a few of the waiting connections; only a few, so that many of them do not delay other work."""
+        """Accept a few waiting connections. The number is limited so that other work is not delayed."""
         for _ in range(ACCEPTS):
             try:
                 sock, peer = listener.accept()

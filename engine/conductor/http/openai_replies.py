@@ -139,7 +139,7 @@ class OpenAIReply:
 
 
 def _cached_tokens(usage: Usage) -> int:
-    """Return the cached tokens of the prompt, at whichever engine computed the rest."""
+    """Return how many tokens of the prompt were cached at the engine that computed the rest."""
     return max(sum(usage.cached_tokens.values()), sum(usage.prefill_cached_tokens.values()))
 
 

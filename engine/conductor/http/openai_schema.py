@@ -195,7 +195,7 @@ def _flat_lists(data: Bytes, brackets: npt.NDArray[np.int64]) -> Iterator[tuple[
 
 
 def _token_list(text: Bytes) -> tuple[TokenList, int] | None:
-    """Return the whole numbers between two brackets, and their count; None: the text is anything else."""
+    """Return the whole numbers between two brackets, and their count; None if the text is something else."""
     parts: list[Ids] = []
     is_beyond = False
     at = 0
@@ -521,7 +521,7 @@ class ChatBody(Body):
 
     @property
     def tokens_max(self) -> int | None:
-        """The longest answer, in tokens; None: not given."""
+        """The longest answer, in tokens; None if the request does not set it."""
         return self.max_completion_tokens or self.max_tokens
 
     def turns(self) -> list[dict[str, str]]:

@@ -163,7 +163,7 @@ class PromptMaker:
         await boundary.task_loop("task/tokenizers", turn)
 
     async def wait_loaded(self, models: list[ServedModel], timeout_s: float) -> None:
-        """Load the tokenizers of these models, and wait for them, ``timeout_s`` at most. Loading goes on afterwards."""
+        """Load the tokenizers of these models. Wait at most ``timeout_s``; loading continues afterwards."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._load(models)

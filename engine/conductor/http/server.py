@@ -124,7 +124,7 @@ class OpenAIServer:
         self._prepare_task = asyncio.create_task(self._prompts.prepare(self._conductor.models))
 
     def drain(self) -> None:
-        """Refuse new requests, on open and on new connections. Any thread."""
+        """Refuse new requests on open and new connections. Any thread may call this."""
         self._draining = True
 
     async def stop(self, grace_s: float = GRACE_S) -> None:

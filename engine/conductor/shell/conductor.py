@@ -216,18 +216,18 @@ class Conductor:
         return {phase: counts[phase] for phase in RequestPhase}
 
     def update_members(self, engines: list[EngineEntry], nodes: list[NodeEntry], clusters: list[ClusterEntry]) -> None:
-        """Follow the members that the catalog lists now. Any thread."""
+        """Follow the members that the catalog lists now. Any thread may call this."""
         self._loop.call_soon_threadsafe(self.members.update, engines, nodes, clusters)
 
     async def wait_settled(self, timeout_s: float) -> None:
-        """Wait until all listed members have answered, so that the first decisions are good; ``timeout_s`` at most."""
+        """Wait at most ``timeout_s`` until all listed members have answered, so that the first decisions are good."""
         until_s = time.monotonic() + timeout_s
         while not self.members.is_settled and time.monotonic() < until_s:
             await asyncio.sleep(SETTLE_POLL_S)
 
     @property
     def under_way(self) -> int:
-        """How many requests have not ended. Any thread."""
+        """The number of requests that have not ended. Any thread may read this."""
         return len(self._answers)
 
     # --- requests ---------------------------------------------------------------------------------------------------

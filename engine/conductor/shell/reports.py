@@ -100,7 +100,7 @@ class ReportReader:
             raise self.error(name, f"is not one of {', '.join(Role)}", self._document.get(name)) from None
 
     def has(self, name: str) -> bool:
-        """True if the document has a value with this name."""
+        """Return True if the document has a value with this name."""
         return self._document.get(name) is not None
 
     def error(self, name: str, problem: str, value: object) -> VersionMismatch:
@@ -174,6 +174,6 @@ def layout_of(address: str, status: Any) -> store_pb2.Layout:
 
 
 def model_path(address: str, status: Any) -> str | None:
-    """Return the folder of the model's tokenizer; None: every byte is a token. Raises as ``engine_about`` does."""
+    """Return the folder of the model's tokenizer; None if every byte is a token. Raises as ``engine_about`` does."""
     report = ReportReader(address, status)
     return report.text("model_path") if report.has("model_path") else None

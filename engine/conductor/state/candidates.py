@@ -416,7 +416,7 @@ class Candidates:
         return np.where(egress > 0, np.maximum(tails_s, late_s), tails_s)
 
     def totals_s(self, computing: Places, answering: Places, tails_s: Floats | float) -> Floats:
-        """Return ``Route.total_s`` for each of these pairs."""
+        """Return ``Route.total_s`` for each pair."""
         totals_s: Floats = self.prompts_s[computing] + tails_s + self.answers_s[answering]
         return totals_s
 
@@ -432,7 +432,7 @@ class Candidates:
 
     @property
     def hurries(self) -> bool:
-        """True if the request has a limit on its first token or its time per token."""
+        """True if the request limits the time to its first token or the time per token."""
         return self.request.first_token_s > 0 or self.request.token_s > 0
 
     def late_penalties_s(self, first_token_s: Floats, token_s: Floats | float = 0.0) -> Floats:

@@ -210,7 +210,7 @@ class ConductorState:
         out += self.orders.follow(candidates, route, request.phase is RequestPhase.WAITING, self.prefixes, now_s)
 
     def _missed_limit(self, candidates: Candidates, route: Route) -> tuple[str, float] | None:
-        """Return why a request would miss its limits, and after how many seconds to retry; None: it would meet them."""
+        """Return why a request would miss its limits and when to retry, in seconds; None if it would meet them."""
         request = candidates.request
         queue = self.queues.get(request.model)
         ahead_s = queue.ahead_s(request.tenant, route.computing.prefill_s) if queue is not None else 0.0
@@ -282,7 +282,7 @@ class ConductorState:
                 out.append(do.Send(number, request.route, now_s - request.arrived_s))
 
     def _roles_fit(self, route: Route) -> bool:
-        """True if the engines of a route still have the roles for their parts, as far as is known."""
+        """Return True if the engines of a route still have the roles for their parts, as far as is known."""
         computing, answering = route.computing.engine.about.name, route.answering.engine.about.name
         return self.fleet.takes(answering, answers=True) and (route.local or self.fleet.takes(computing, answers=False))
 
@@ -293,7 +293,7 @@ class ConductorState:
         )
 
     def _record_route(self, request: RoutedRequest, route: Route, now_s: float) -> None:
-        """Count the request's work at its engines, and expect its pages at their nodes."""
+        """Add the request's work to its engines, and its pages to those that their nodes will have."""
         number = request.number
         request.phase, request.route = RequestPhase.KEPT, route
         answer_tokens = self.costs.answer_tokens(request.tenant, request.answer_max)

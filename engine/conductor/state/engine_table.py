@@ -185,7 +185,7 @@ class FleetEngine:
 
     @property
     def place_free_s(self) -> float:
-        """The predicted time of the next free place in its batch; 0: there is one now."""
+        """The predicted time of the next free place in its batch; 0 if there is one now."""
         beyond = len(self.ends) + self.others_running - self.about.batch_max
         return self.ends[min(beyond, len(self.ends) - 1)] if beyond >= 0 and self.ends else 0.0
 
@@ -410,7 +410,7 @@ class EngineTable:
         )
 
     def holds(self, tokens: int) -> bool:
-        """True if any engine has room for a sequence of this many tokens."""
+        """Return True if any engine has room for a sequence of this many tokens."""
         return tokens <= self._fits_max
 
     def usable(self, tokens: int, barred: tuple[str, ...], without: tuple[str, ...], now_s: float) -> Places:
@@ -463,7 +463,7 @@ def ending_by(engines: list[FleetEngine], moments_s: Iterable[float], now_s: flo
 
 
 def _without_noise(values: Floats) -> Floats:
-    """Return values with those near the median replaced by the median. 0 means not known."""
+    """Replace the values near the median with the median. A value of 0 is unknown and stays."""
     known = np.sort(values[values > 0])
     if not len(known):
         return values.copy()
@@ -522,11 +522,11 @@ class EngineFleet:
         self._places.pop(self.nodes.number(name), None)
 
     def place(self, node: int) -> tuple[int, int]:
-        """Return the numbers of the node's host and zone; -1: not known."""
+        """Return the numbers of the node's host and zone; -1 for one that is unknown."""
         return self._places.get(node, (-1, -1))
 
     def table(self, model: str) -> EngineTable | None:
-        """Return the table of the engines of this model; None: there are none."""
+        """Return the table of the engines that serve this model; None if there are none."""
         if model not in self._tables:
             engines = [engine for engine in self.engines.values() if engine.about.model == model]
             if not engines:
@@ -640,7 +640,7 @@ class EngineFleet:
             self.write(engine)
 
     def end_request(self, number: int, names: tuple[str, ...], now_s: float, *, answered: bool = False) -> None:
-        """Record the end of a request, whatever its result; if it was ``answered``, the engine is alive."""
+        """Record the end of a request. If it was ``answered``, the engine counts as alive."""
         for engine, work in self._at(number, names):
             engine.remove(work, now_s)
             if answered:

@@ -54,7 +54,7 @@ class NodeLost(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class PagesReported(ConductorEvent):
-    """A node has reported pages: all that it has, or those that it has gained and lost."""
+    """A node has reported all its pages, or the pages that it has gained and lost."""
 
     batch: AnnounceBatch
 
@@ -96,7 +96,7 @@ class RequestArrived(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken(ConductorEvent):
-    """The first token of an answer has come, so the prompt is computed."""
+    """The first token of an answer has arrived, so the prompt is computed."""
 
     number: int
 

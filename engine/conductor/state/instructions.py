@@ -27,7 +27,7 @@ class Send(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Instruction):
-    """Refuse the request. The client may retry after ``retry_s``; None: the request can never be answered."""
+    """Refuse the request. The client may retry after ``retry_s``, or never if that is None."""
 
     number: int
     why: str

@@ -310,7 +310,7 @@ def _tier(fields: dict[str, Any]) -> int:
 
 
 def _adapter(fields: dict[str, Any]) -> str | None:
-    """Return the adapter of a block; None: the event has only its number, and requests use names."""
+    """Return the name of a block's adapter; None if the event has only its number."""
     name = fields.get("lora_name")
     if name is None:
         return "" if fields.get("lora_id") is None else None
@@ -318,7 +318,7 @@ def _adapter(fields: dict[str, Any]) -> str | None:
 
 
 def _salt(fields: dict[str, Any], index: int) -> str | None:
-    """Return the salt of the block at this index; None: the block depends on something else, such as an image."""
+    """Return the salt of the block at this index; None if the block also depends on, for example, an image."""
     rows = fields.get("extra_keys")
     row = rows[index] if isinstance(rows, list) and index < len(rows) else None
     if not row:

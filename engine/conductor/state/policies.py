@@ -47,7 +47,7 @@ class Policy:
         self.seed = seed
 
     def choose(self, candidates: Candidates, places: Places) -> int:
-        """Return the engine that computes the prompt, one of those in ``places``, which is not empty."""
+        """Return the engine that computes the prompt. It is one of ``places``, which is not empty."""
         raise NotImplementedError
 
     def route(self, candidates: Candidates, split: Split) -> tuple[int, int] | None:

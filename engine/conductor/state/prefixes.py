@@ -45,7 +45,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Donor:
-    """A node that has the first ``pages`` pages of a prompt, or will have them at ``ready_s``; 0: it has them now."""
+    """A node that has the first ``pages`` pages of a prompt at ``ready_s``, or now if that is 0."""
 
     node: int
     pages: int

@@ -135,7 +135,7 @@ class FleetRoles:
         self._orders_from_s = 0.0
 
     def lead(self, revision: int | None, now_s: float) -> None:
-        """Record that this conductor leads, after an election with this revision; None: another conductor leads."""
+        """Record that this conductor leads since the election ``revision``. None: another conductor leads."""
         self.revision, self._number, self._orders_from_s = revision, 0, now_s + ORDER_S + KNOWN_S
 
     def see_order(self, order: RoleOrder) -> None:
@@ -158,7 +158,7 @@ class FleetRoles:
             self._models = {model: self._models.get(model) or Roles(self._floor) for model in models}
 
     def may_order(self, now_s: float) -> bool:
-        """True if this conductor may give orders."""
+        """Return True if this conductor may give orders."""
         return self._floor is not None and self.revision is not None and now_s >= self._orders_from_s
 
     def changes(

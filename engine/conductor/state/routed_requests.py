@@ -156,7 +156,7 @@ class RoutedRequest:
 
     @property
     def priority(self) -> int:
-        """Orders it among the requests of its tenant: the highest goes first."""
+        """The rank among the tenant's requests. The highest priority goes first."""
         return self.request.priority
 
     @property

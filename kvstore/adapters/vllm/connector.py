@@ -193,7 +193,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return None, self._mover.take_loaded(self._moves().is_idle) if self._mover is not None else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose loads have ended, and those whose loads have failed as a whole."""
+        """Return the requests whose loads have ended, and the requests whose loads have failed entirely."""
         results = super().get_transfer_results(finished_req_ids)
         if self._mover is not None:
             results.failed_recving = self._mover.take_failed_requests(results.finished_recving)

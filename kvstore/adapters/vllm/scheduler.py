@@ -334,7 +334,7 @@ class Planner:
 
 
 def _page_blocks(group: PagedGroup, pages: Sequence[int], tables: tuple[list[int], ...]) -> dict[int, list[int]]:
-    """Return the blocks of these pages, by table, for each of the group's tables."""
+    """Return table -> blocks of these pages, for each table of the group."""
     size = group.page_blocks
     return {
         table: [block for page in pages for block in tables[table][page * size : (page + 1) * size]]

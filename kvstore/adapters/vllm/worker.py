@@ -122,7 +122,7 @@ class BlockMover:
         return failed
 
     def take_failed_requests(self, requests: set[str]) -> set[str]:
-        """Return those of ``requests`` whose loads have failed as a whole, and forget that they failed."""
+        """Return the requests in ``requests`` whose loads failed entirely, and forget that they failed."""
         with self._lock:
             failed = self._failed_requests & requests
             self._failed_requests -= failed
