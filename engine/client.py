@@ -172,7 +172,7 @@ class EngineClient:
 
         Args:
             layout: the layout of the engine that will use the KV.
-            hold_s: how long the engine holds the KV after ``Done``; None: as long as its settings allow.
+            hold_s: how long the engine holds the KV after ``Done``; None means as long as its settings allow.
 
         Raises:
             VersionMismatch: the layouts differ; the text names the fields.

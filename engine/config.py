@@ -221,7 +221,7 @@ def load(
     """Read the configuration. Returns it, and for each value the source that set it.
 
     Args:
-        env: the environment; None: ``os.environ``.
+        env: the environment; None means ``os.environ``.
         flags: the flags; those that are None are not set.
 
     Raises:

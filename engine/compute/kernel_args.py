@@ -23,8 +23,8 @@ class Terms:
     """The constants of one layer's attention.
 
     Attributes:
-        window: how many tokens a token sees, itself included; 0: all tokens before it.
-        softcap: the bound of the scores; 0: no bound.
+        window: how many tokens a token sees, itself included; 0 means all tokens before it.
+        softcap: the bound of the scores; 0 means no bound.
         sinks: one logit per head, ``[heads]``.
     """
 

@@ -189,7 +189,7 @@ class TritonKernel:
     """The ``PageKernel`` of CUDA devices.
 
     Args:
-        cores: the number of the device's multiprocessors to fill; None: all.
+        cores: the number of the device's multiprocessors to fill; None means all.
     """
 
     name = "triton"

@@ -35,7 +35,7 @@ def ask_route(
 
     Args:
         text, tokens: the prompt; one of them is empty.
-        salt: None: the conductor's default.
+        salt: None means the conductor's default.
         max_tokens: the length of the answer.
 
     Raises:

@@ -173,7 +173,7 @@ def load(
     """Read the configuration. Returns it with the source of each value.
 
     Args:
-        env: None: ``os.environ``.
+        env: None means ``os.environ``.
         flags: entries that are None count as absent.
 
     Raises:

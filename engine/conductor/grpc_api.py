@@ -135,7 +135,7 @@ def tenant_of(caller: Identity, tenant: str) -> str:
     A caller that could choose any tenant could use the shares of many tenants.
 
     Args:
-        tenant: the name in the request; empty: none.
+        tenant: the name in the request; empty if there is none.
 
     Raises:
         PermissionDenied: the caller is not an operator, and names another tenant.

@@ -53,7 +53,7 @@ class AnswerLink(Protocol):
         """
 
     def refusal(self, request: Request, is_started: bool) -> InvalidRequest | None:
-        """Return why the engine cannot serve this request; None: it can.
+        """Return why the engine cannot serve this request; None if it can.
 
         Args:
             is_started: True if the engine would have to continue an answer that another engine has started.
@@ -68,9 +68,9 @@ class KnownEngine:
     """An engine that has sent a description of itself.
 
     Attributes:
-        layout: the layout of its pages; None: a foreign engine.
-        model_path: the folder of its model's tokenizer; None: every byte is a token.
-        speeds: the measured speeds of an engine that reports none; None: the engine reports them.
+        layout: the layout of its pages; None means a foreign engine.
+        model_path: the folder of its model's tokenizer; None if every byte is a token.
+        speeds: the measured speeds of an engine that reports none; None if the engine reports them.
     """
 
     about: EngineAbout

@@ -92,12 +92,12 @@ class Request:
         id: chosen by the caller, and unique among its requests.
         tokens: uint32 ``[n]``: the prompt, and the tokens generated so far if the request is resumed.
         text: the prompt as a string, until a server has tokenized it; then empty.
-        salt: the tenant's name for its own pages; None: the default of the server that receives the request.
+        salt: the tenant's name for its own pages; None means the default of the server that receives the request.
         generated: the number of tokens generated so far.
         deadline_s: how long after its submission the request is answered or fails, in seconds.
-        prefill: addresses of engines to ask for the prefill, in this order; None: those in the engine's settings. If
-            all of them fail, the engine that answers computes the prompt.
-        handoff, source, grain: how the KV of a prefill moves; None: the engine's settings.
+        prefill: addresses of engines to ask for the prefill, in this order; None means the engine's settings.
+            If all of them fail, the engine that answers computes the prompt.
+        handoff, source, grain: how the KV of a prefill moves; None means the engine's settings.
         use_pool: False to load no pages from the pool, write none to it, and share no frames with other requests.
         allow_lossy: True to use lossy replicas. Pages computed from lossy KV are never stored as exact.
         retention: how long pages should stay in the pool, for ranges of tokens of the prompt and the answer, counted
@@ -105,7 +105,7 @@ class Request:
         model: the name of the model.
         tenant: the tenant to whose share of the engines the request counts.
         priority: requests of one tenant are served in the order of their priority, the highest first.
-        first_token_s, token_s: limits for the time to the first token, and between two tokens; 0: the conductor's
+        first_token_s, token_s: limits for the time to the first token, and between two tokens; 0 means the conductor's
             settings. A request that cannot meet them is refused at once.
         explain: True to report the route and all candidates in the answer, which takes time.
         needs_ids: True if the caller needs the ids of the answer's tokens, which not every foreign engine reports.

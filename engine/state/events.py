@@ -41,8 +41,8 @@ class Submitted(Event):
         prompt: the number of tokens to prefill, including those that another engine has already generated.
         generated: the number of tokens that another engine has already generated.
         tokens_max: the maximum number of tokens of the answer, including ``generated``.
-        engines: engines to ask for the prompt, in this order; None: those that this engine was started with, or else
-            the cluster's.
+        engines: engines to ask for the prompt, in this order; None means those that this engine was started with, or
+            else the cluster's.
         stored: leading tokens that the pool has as exact pages.
         lazy: True to move the KV only after all of it is computed.
         stopped: True if the tokens generated so far already contain a stop string.

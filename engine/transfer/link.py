@@ -25,7 +25,7 @@ SLEEP_MAX_S = 0.05  # how long a cancelled transfer may take to end
 
 
 class Link:
-    """A limit on bytes per second; 0: no limit. Threads may share it."""
+    """A limit on bytes per second; 0 for no limit. Threads may share it."""
 
     def __init__(self, bytes_per_s: float = 0.0, latency_s: float = 0.0) -> None:
         self.bytes_per_s = bytes_per_s

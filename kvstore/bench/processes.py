@@ -32,7 +32,7 @@ class Child:
 
     Args:
         what: name of the process in messages.
-        log: file to which its stderr is appended; None: an unnamed temporary file.
+        log: file to which its stderr is appended; None means an unnamed temporary file.
     """
 
     def __init__(self, what: str, arguments: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> None:

@@ -352,7 +352,7 @@ def load(
 
     Args:
         path: of a TOML file, or None.
-        env: the environment; None: `os.environ`.
+        env: the environment; None means `os.environ`.
         flags: raw values by the names of their settings. None as a value means that the flag was not given.
 
     Raises:

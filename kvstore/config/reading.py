@@ -142,8 +142,8 @@ NO_SALT = '""'
 
 @dataclass(frozen=True)
 class Quota:
-    """How many bytes of pages a tenant may have in each tier; None: no limit. ``salt`` "*" means every tenant without a
-    quota of its own. In text, "" in quotes means callers without a salt."""
+    """How many bytes of pages a tenant may have in each tier; None for no limit. ``salt`` "*" means every tenant
+    without a quota of its own. In text, "" in quotes means callers without a salt."""
 
     salt: str
     dram: int | None = None
@@ -287,7 +287,7 @@ class Declaration:
         metavar: the form of a value.
         repeats: its flag may be given several times.
         short: another flag with the same meaning.
-        default_shown: the default in the help text; None: the default itself.
+        default_shown: the default in the help text; None means the default itself.
     """
 
     parser: Parser

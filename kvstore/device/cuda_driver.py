@@ -286,7 +286,7 @@ def access_of(primary: PrimaryContext) -> Any:
 
 
 def export(primary: PrimaryContext, device: bytes, memory: CudaMemory | None, address: int) -> DeviceExport:
-    """See ``Device.export``. ``memory``: the mapped allocation that has this address; None: a plain one."""
+    """See ``Device.export``. ``memory``: the mapped allocation that has this address; None means a plain one."""
     driver = primary.driver
     if memory is None:
         base, nbytes = call(driver.cuMemGetAddressRange, address)

@@ -58,7 +58,7 @@ class Pressure:
     Attributes:
         lag_s: how late the loop recently ran timers.
         on_time_s: a clock that nearly stops while the loop is late, because requests may have arrived unread.
-        ends_per_s: how many calls can end per second, as observed; 0: not known yet.
+        ends_per_s: how many calls can end per second, as observed; 0 if not known yet.
         running: running calls by owner, without calls that wait for their caller.
     """
 

@@ -269,7 +269,7 @@ class LoopServer(ABC):
         """Open the service. ``ends`` closes its resources after the last step of a call has ended."""
 
     def _background(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Return coroutines that run beside calls until cancelled, each as a ``boundary.task_loop``."""
+        """Return coroutines that run next to calls until cancelled, each as a ``boundary.task_loop``."""
         return ()
 
     @abstractmethod

@@ -202,9 +202,9 @@ class Hello:
 
     Attributes:
         pool: the client's pool.
-        node: the node that it expects; "": any.
+        node: the node that it expects; "" means any.
         caller: the client's name in the server's log.
-        token: identifies the client; "": none.
+        token: identifies the client; "" if there is none.
         process: the expected ``Welcome.process``, from the catalog or the node's folder; "" if unknown.
         version_min, version_max: the versions of the protocol that the client speaks.
     """

@@ -36,10 +36,10 @@ class BackendPart:
     """A part of an answer.
 
     Attributes:
-        ids: token ids of the text; None: not reported.
-        reason: why the answer ended; empty: it goes on.
+        ids: token ids of the text; None if not reported.
+        reason: why the answer ended; empty if it goes on.
         stopped: True if a stop text ended the answer.
-        prompt, cached, completion: token counts of the usage; None: not reported.
+        prompt, cached, completion: token counts of the usage; None if not reported.
     """
 
     text: str = ""

@@ -25,15 +25,15 @@ class BackendSettings:
     Attributes:
         url: http or https, with host and port. OpenAI's API is at ``/v1`` below it.
         tokenizer: the folder of the model's tokenizer and chat template; "bytes": every byte is a token.
-        model: the model's name, both there and here; empty: the first model that the back end lists.
+        model: the model's name, both there and here; empty means the first model that the back end lists.
         dialect: "openai": the back end accepts only OpenAI's own parameters. "vllm": it also reports token ids, and
             separates the pages of different salts.
         key_file: the file with the API key; only its owner may read it.
-        ca: the PEM file of the authorities that sign its certificate; None: those of the system.
-        events: the ZMQ endpoint of its KV events; empty: it publishes none.
-        replay: the ZMQ endpoint that replays missed events; empty: there is none.
+        ca: the PEM file of the authorities that sign its certificate; None means the system's.
+        events: the ZMQ endpoint of its KV events; empty if it publishes none.
+        replay: the ZMQ endpoint that replays missed events; empty if there is none.
         page_tokens: the size of the pages that stand for its blocks, which may have another size.
-        context: the longest sequence, in tokens; 0: as the back end reports.
+        context: the longest sequence, in tokens; 0 means as the back end reports.
         batch: how many sequences it decodes together.
     """
 

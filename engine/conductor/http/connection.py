@@ -156,7 +156,7 @@ class ConnectionServer(web.Server):
 
     Args:
         serve: answers a request.
-        tls: None: connections are not encrypted.
+        tls: None if connections are not encrypted.
     """
 
     def __init__(

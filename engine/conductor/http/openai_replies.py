@@ -32,7 +32,7 @@ class Choice:
 
     Attributes:
         texts: the parts of its text, if the reply is not streamed.
-        reason: why it ended, in OpenAI's words; empty: it has not ended.
+        reason: why it ended, in OpenAI's words; empty if it has not ended.
     """
 
     texts: list[str] = field(default_factory=list)

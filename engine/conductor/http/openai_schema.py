@@ -68,7 +68,7 @@ class TokenList:
     """A long list of whole numbers in a document.
 
     Attributes:
-        ids: None: one of the numbers is above ``TOKEN_MAX``.
+        ids: None if one of the numbers is above ``TOKEN_MAX``.
     """
 
     ids: Ids | None
@@ -218,7 +218,7 @@ def _token_list(text: Bytes) -> tuple[TokenList, int] | None:
 
 
 def _numbers(block: Bytes, is_last: bool) -> npt.NDArray[np.uint64] | None:
-    """Return the numbers in a block; None: the block has anything else.
+    """Return the numbers in a block; None if the block has anything else.
 
     A comma must follow each number, except the last one if the block ``is_last``. A number that has more digits than a
     token can have becomes 2**32.
@@ -433,7 +433,7 @@ class Body(JsonObject):
     """The parameters that both kinds of requests have.
 
     Attributes:
-        max_tokens: None: ``MAX_TOKENS`` for a completion, and ``CHAT_TOKENS`` for a chat if the context has room.
+        max_tokens: None means ``MAX_TOKENS`` for a completion, and ``CHAT_TOKENS`` for a chat if the context has room.
         n: how many answers each prompt gets.
     """
 

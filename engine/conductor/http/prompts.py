@@ -48,7 +48,7 @@ class PromptTokenizer:
     long text is therefore tokenized in pieces first, until the pieces have more tokens than ``tokens_max``.
 
     Args:
-        tokenizer: None: every byte is a token, and there is no chat template.
+        tokenizer: None if every byte is a token, and there is no chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, tokens_max: int) -> None:
@@ -107,7 +107,7 @@ class PromptTokenizer:
 
 
 def prompt_tokenizer(path: str | None, tokens_max: int) -> PromptTokenizer:
-    """Load the tokenizer in the folder ``path``; None: every byte is a token.
+    """Load the tokenizer in the folder ``path``; None if every byte is a token.
 
     Raises:
         InvalidRequest: "model": the tokenizer cannot be read.

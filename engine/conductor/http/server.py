@@ -72,7 +72,7 @@ class OpenAIServer:
 
     Args:
         address: HOST:PORT, as ``open_http`` has checked it.
-        tls: None: connections are not encrypted.
+        tls: None if connections are not encrypted.
         hosts: host names that requests may use.
         routes: other paths that answer GET, such as /metrics.
 
@@ -316,7 +316,7 @@ def _salt_of(caller: Identity, salt: str | None) -> str | None:
     Returns None if the conductor's default applies. Raises PermissionDenied if the caller may not use the salt.
 
     Args:
-        salt: the salt in the request; None: none.
+        salt: the salt in the request; None if there is none.
     """
     if salt is not None:
         caller.check_salt(salt)
@@ -337,7 +337,7 @@ def _check_method(request: web.BaseRequest, *methods: str) -> None:
 
 
 def _check_body(request: web.BaseRequest) -> int:
-    """Check the headers of a body, and return its length; 0: not given.
+    """Check the headers of a body, and return its length; 0 if not given.
 
     Bodies must be JSON. A page of another web site can only send JSON after a preflight request, which this server
     refuses.

@@ -54,7 +54,7 @@ class Conductor:
     """One conductor. The HTTP and gRPC servers call ``models``, ``answer`` and ``explain`` on its event loop.
 
     Args:
-        leading: returns the revision with which this conductor leads its pool now; None: another conductor leads.
+        leading: returns the revision with which this conductor leads its pool now; None if another conductor leads.
 
     Attributes:
         tally: counts since the start.

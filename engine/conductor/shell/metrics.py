@@ -118,7 +118,7 @@ class ConductorMetrics(DaemonMetrics):
         calls: counts of gRPC calls.
 
     Attributes:
-        http: counts of the HTTP server; None: it is not open.
+        http: counts of the HTTP server; None if it is not open.
     """
 
     def __init__(

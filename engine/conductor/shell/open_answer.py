@@ -63,7 +63,7 @@ class OpenAnswer:
 
     Args:
         number: the conductor's number of the request.
-        explanation: the explanation of its first decision, which ``AnswerRoute`` includes; empty: none.
+        explanation: the explanation of its first decision, which ``AnswerRoute`` includes; empty if there is none.
     """
 
     def __init__(
@@ -282,7 +282,8 @@ class EngineAttempt:
 
         Args:
             usage: the usage that the engine reported.
-            speeds: measured speeds of an engine that reports none, which are updated; None: the engine reports speeds.
+            speeds: measured speeds of an engine that reports none, which are updated; None if the engine reports
+            speeds.
 
         Returns:
             How many of these tokens were cached, and the seconds that the rest took; (0, 0) if not known.

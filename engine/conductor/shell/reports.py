@@ -113,7 +113,7 @@ def engine_about(name: str, address: str, status: Any, node: str, host: str) -> 
     """Return an engine's description, read from its status.
 
     Args:
-        node, host: the engine's node and host in the catalog; empty: not known.
+        node, host: the engine's node and host in the catalog; empty if unknown.
 
     Raises:
         VersionMismatch: a value is missing or not valid.

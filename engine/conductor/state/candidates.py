@@ -221,7 +221,7 @@ class Candidates:
         upper_pages: those of ``own_pages`` that are in the node's memory.
         own_prefill_s: time to compute the prompt if only the pages of the engine's own node are used.
         cached, after_s, wait_s, move_s, prefill_s, harm_s, ready_s: see ``Computing``.
-        donor: see ``Computing``, as a node's number; -1: none.
+        donor: see ``Computing``, as a node's number; -1 if there is none.
         speeds: prompt tokens per second.
         doubt_s: added to the time of a silent engine when engines are compared; not part of predictions.
         batch, token_s, answer_harm_s: see ``Answering``; meaningless for an engine that is not responding.

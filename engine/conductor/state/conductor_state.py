@@ -45,8 +45,8 @@ class ConductorRules:
         queue_bytes: memory for waiting requests.
         index_bytes: memory for the reports of nodes about their pages.
         orders_bytes_per_s, orders_bytes_max: see ``Orders``.
-        roles_floor: the number of engines that keep each role; None: roles never change.
-        first_token_s, token_s: limits for requests that name none; 0: no limit.
+        roles_floor: the number of engines that keep each role; None if roles never change.
+        first_token_s, token_s: limits for requests that name none; 0 for no limit.
         seed: the seed of all random choices.
     """
 

@@ -45,16 +45,16 @@ class EngineAbout:
     Attributes:
         name: unique in the pool; the conductor's name for it.
         address: address of its gRPC API.
-        node: the node whose pool it reads and writes; empty: none.
-        host, zone: its place; empty: not known.
+        node: the node whose pool it reads and writes; empty if there is none.
+        host, zone: its place; empty if unknown.
         layout: fingerprint of the layout of its pages. Engines with the same one can hand over to each other.
         page_tokens: tokens of one page.
         kv_bytes: bytes of KV per token.
         batch_max: sequences that it decodes together.
-        chunk_tokens: prompt tokens that it computes in one step; 0: not known.
-        tokens_max: tokens of one sequence that fit in its memory; 0: not known.
-        kv_tokens_max: tokens of all its sequences together; 0: not known.
-        context_max: the longest sequence, in tokens; 0: not known.
+        chunk_tokens: prompt tokens that it computes in one step; 0 if unknown.
+        tokens_max: tokens of one sequence that fit in its memory; 0 if unknown.
+        kv_tokens_max: tokens of all its sequences together; 0 if unknown.
+        context_max: the longest sequence, in tokens; 0 if unknown.
         lanes: prompts that it computes at the same time, each as fast as a single one.
         egress_bytes_per_s: 0 for an engine. A remote cluster appears as one engine that computes prompts: this is then
             the limit of its outgoing KV, and ``address`` is that of its conductor.
@@ -90,8 +90,8 @@ class LoadReport:
         waiting: requests whose prompt is not computed yet.
         running: requests that decode.
         kv_tokens: tokens in its memory.
-        prefill_tokens_per_s: its measured speed for prompts; 0: not measured yet.
-        step_s: its measured time of a decode step; 0: not measured yet.
+        prefill_tokens_per_s: its measured speed for prompts; 0 if not measured yet.
+        step_s: its measured time of a decode step; 0 if not measured yet.
     """
 
     role: Role
@@ -109,7 +109,7 @@ class EngineWork:
     """One request at one engine, for as long as the engine is involved in it.
 
     Attributes:
-        prefill_s: predicted time for its prompt there; 0: the prompt is computed elsewhere.
+        prefill_s: predicted time for its prompt there; 0 if the prompt is computed elsewhere.
         tokens: tokens that the request will have in the engine's memory at its end.
         sent_s: when it was sent.
         decodes: True if this engine answers.
@@ -145,8 +145,8 @@ class FleetEngine:
         queued_s: predicted seconds for the rest of our prompts. For an engine with several lanes, this and
             ``first_done_s`` are those of a single lane that is faster by that factor.
         scale: how much longer prompts take there than predicted, as measured.
-        tokens_per_s: its reported speed for prompts; 0: not known.
-        alone_s: seconds of a decode step without sequences, from its reports; 0: not known.
+        tokens_per_s: its reported speed for prompts; 0 if unknown.
+        alone_s: seconds of a decode step without sequences, from its reports; 0 if unknown.
         last_seen_s: the time of its last sign of life.
         role_as_of_s: when the conductor asked for the report that ``role`` comes from.
         silent: True after it did not answer a question, until its next sign of life.
@@ -154,7 +154,7 @@ class FleetEngine:
         avoided_until_s: the engine gets nothing before this moment.
         egress_free_s: when a remote cluster will have sent all the data in its queue.
         report_baseline: our requests there when the conductor asked for the next report: (waiting, running, their
-            tokens, the time in seconds); None: no report is due.
+            tokens, the time in seconds); None if no report is due.
     """
 
     about: EngineAbout
@@ -290,7 +290,7 @@ class Columns:
         open_s: from when it may get requests; infinite while it drains or its role is unsure.
         prefills: 1 if it computes prompts for other engines.
         answers: 1 if it answers.
-        node, layout, host, zone: numbers; -1: none, or not known.
+        node, layout, host, zone: numbers; -1 if there is none or it is unknown.
         page_tokens, kv_bytes, batch_max, chunk_tokens, tokens_max, kv_tokens_max, context_max, lanes, egress, foreign:
             see ``EngineAbout``; a limit that is 0 there (not known) is infinite here.
         page_bytes: bytes of a page.

@@ -108,7 +108,7 @@ class AnswerEnded(ConductorEvent):
     Attributes:
         tokens: tokens of the answer.
         cached: tokens of the prompt that the engine did not have to compute.
-        prefill_s: seconds that the others took; 0: not known.
+        prefill_s: seconds that the others took; 0 if unknown.
     """
 
     number: int
@@ -132,7 +132,7 @@ class EngineFailed(ConductorEvent):
         engine: the engine that failed.
         generated: how many tokens of the answer have come.
         barred: engines that cannot continue the answer.
-        lost: why no engine can continue; empty: another engine may.
+        lost: why no engine can continue; empty if another engine may.
     """
 
     number: int

@@ -23,7 +23,7 @@ def explain_decision(
 
     Args:
         table: all engines of the model.
-        route: the chosen pair; None: no engine can take the request now.
+        route: the chosen pair; None if no engine can take the request now.
         outcome: a sentence that says what happens to the request.
         policy, split: names of the rules that were used.
     """

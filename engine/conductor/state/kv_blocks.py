@@ -74,7 +74,7 @@ class _Block:
         tiers: one bit for each tier that the block is in.
         cost: memory of this record.
         pages: fingerprints of the pages that the block overlaps.
-        early: the one of these pages that ends in the block and begins before it; 0: there is none.
+        early: the one of these pages that ends in the block and begins before it; 0 if there is none.
         early_bytes: how many bytes of tokens that page has before the block.
     """
 

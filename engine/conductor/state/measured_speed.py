@@ -12,8 +12,8 @@ class MeasuredSpeed:
     """The measured speeds of one engine.
 
     Attributes:
-        tokens_per_s: prompt tokens per second; 0: not known yet.
-        step_s: seconds of a decode step; 0: not known yet.
+        tokens_per_s: prompt tokens per second; 0 if not known yet.
+        step_s: seconds of a decode step; 0 if not known yet.
     """
 
     def __init__(self) -> None:

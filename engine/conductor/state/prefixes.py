@@ -62,7 +62,7 @@ class Matches:
     Attributes:
         stored: the longest prefix that the node has without gaps.
         upper: how many pages of that prefix are in its DRAM or HBM; the others are on NVMe.
-        soon: the length of a longer prefix that the node will have; 0: none.
+        soon: the length of a longer prefix that the node will have; 0 if there is none.
         soon_s: when the node will have it.
         donors: the nodes that have or will have the longest prefixes, the longest first; at most ``DONORS``.
     """

@@ -69,7 +69,7 @@ class Roles:
     def change(
         self, engines: list[FleetEngine], prompts_s: float, answers_s: float, now_s: float
     ) -> tuple[str, Role] | None:
-        """Return the name of the engine that changes now, and its new role; None: no engine changes.
+        """Return the name of the engine that changes now, and its new role; None if no engine changes.
 
         Args:
             engines: all engines of the model.
@@ -121,10 +121,10 @@ class FleetRoles:
     """The demand for all models, and the orders to change roles.
 
     Args:
-        floor: see ``Roles``; None: no demand is recorded, and no engine changes.
+        floor: see ``Roles``; None if no demand is recorded, and no engine changes.
 
     Attributes:
-        revision: the revision of our election; None: another conductor leads.
+        revision: the revision of our election; None if another conductor leads.
     """
 
     def __init__(self, floor: int | None) -> None:

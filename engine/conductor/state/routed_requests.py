@@ -122,10 +122,10 @@ class RoutedRequest:
             has is included.
         barred: engines that can never serve it.
         arrived_s: the time of its arrival.
-        first_token_s, token_s: its limits on latency, or the conductor's defaults; 0: no limit.
+        first_token_s, token_s: its limits on latency, or the conductor's defaults; 0 for no limit.
         cost_s: predicted seconds of an engine for its prompt.
         answer_s: predicted seconds of an engine for its answer.
-        route: the chosen route; None: it waits.
+        route: the chosen route; None if it waits.
         failed: engines that failed on it.
         generated: how many tokens of the answer have come.
     """
@@ -237,7 +237,7 @@ class Queue:
         self._count_request(tenant, request, 1)
 
     def first(self) -> RoutedRequest | None:
-        """Return the request to serve next, which stays in the queue; None: the queue is empty."""
+        """Return the request to serve next, which stays in the queue; None if the queue is empty."""
         best: tuple[float, str] | None = None
         for name, tenant in self._tenants.items():
             if tenant.lines:
