@@ -176,7 +176,7 @@ class MountedTable:
 
     @classmethod
     def open(cls, folder: NodeFolder, number: int, incarnation: int) -> MountedTable | None:
-        """Open a reader's table. Return None if it is absent, damaged, or from another node: any doubt is a miss."""
+        """Open a reader's table. Return None if it is absent, damaged, or from another node: each is a miss."""
         try:
             fd = open_plain(mounted_path(folder, number), os.O_RDWR)
         except OSError:
