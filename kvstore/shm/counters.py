@@ -1,4 +1,4 @@
-"""SessionCounters: a client counts its operations in a page of words that its node reads. It sends no message for that.
+"""SessionCounters: a client counts its operations in a page of words that its node reads, without sending a message.
 
 A client's session file (``sessions/<id>``, see ``shm.sessions``) is one page of 8-byte words: a magic number, missed
 pages by reason, the duration of each operation, the time since the last use of pages that were hit, and one row per
@@ -44,7 +44,7 @@ OPERATIONS: Final = ("get", "put", "put_async", "lookup", "lease")
 TIMED_NS: Final = 1_000_000  # shortest time between timed gets
 REUSE_SAMPLED: Final = 4  # one timed get in this many records the time since the last use of its pages
 
-# Two buckets per octave of nanoseconds: [1024, 1536), [1536, 2048), [2048, 3072) ..; one below, one above.
+# Two buckets per octave of nanoseconds: [1024, 1536), [1536, 2048), [2048, 3072) ..; one for less, one for more.
 _OCTAVE_MIN, _OCTAVE_MAX = 10, 37
 _FAST_NS, _SLOW_NS = 1 << _OCTAVE_MIN, 1 << _OCTAVE_MAX
 LATENCY_BOUNDS_S: Final = (
@@ -68,9 +68,9 @@ _ROWS = _REUSE + 1 + len(REUSE_BOUNDS_S) + 1
 _ROW_GOT, _ROW_BYTES, _ROW_TOKENS, _ROW_GETS, _ROW_DRAM, _ROW_NVME, _ROW_PUT, _ROW_MISSED, _ROW_WORDS = range(9)
 ONE_GET: Final = 1 << 40
 CARRY: Final = 1 << 63  # from this value on, a row's first word is carried: 2^23 gets, with less than 2^40 pages
-ROWS_MAX: Final = 23  # rows of one client; the last one is shared by all further page geometries, and has no size
+ROWS_MAX: Final = 23  # rows of one client; all further page geometries share the last row, which has no size
 _ROWS_END: Final = _ROWS + ROWS_MAX * _ROW_WORDS
-# Pages hit in memory that engines have mounted, and their bytes, over all geometries.
+# Pages hit in memory that engines have mounted, and their bytes, across all geometries.
 _HBM_PAGES, _HBM_BYTES = _ROWS_END, _ROWS_END + 1
 _WORDS: Final = _ROWS_END + 2
 assert 8 * _WORDS <= COUNTERS_BYTES
@@ -124,15 +124,14 @@ class SessionCounters:
         self._lock = threading.Lock()
 
     def attach(self, path: Path) -> None:
-        """Count in this file from now on, including what was counted in memory so far.
+        """Start counting in this file, including everything counted in memory so far.
 
-        Counts of an earlier attached file stay there, because the node reads it.
+        If another file was attached earlier, its counts stay there, because the node reads it.
 
         Raises:
             OutOfSpace, OSError: no memory for the page, or no file. Counting continues where it was.
         """
-        # A descriptor of its own: a map keeps a copy of its descriptor, which would keep a lock that was taken by it.
-        # Opened for this alone: a map keeps a copy of its descriptor, which would keep a lock taken through it.
+        # A separate descriptor: a map keeps a copy of its descriptor, which would keep a lock taken through it.
         fd = open_plain(path, os.O_RDWR)
         try:
             allocate(fd, 0, COUNTERS_BYTES, str(path))  # a store into a hole of a full tmpfs would kill us
@@ -170,7 +169,8 @@ class SessionCounters:
         return row
 
     def got(self, row: int, asked: int, dram: int, nvme: int, reason: str, hbm: int = 0) -> None:
-        """Count a get of ``asked`` pages that found ``dram + nvme + hbm`` of them, and ended for ``reason``.
+        """Count a get of ``asked`` pages. It found ``dram + nvme + hbm`` pages, and its match ended because of
+        ``reason``.
 
         If all were in DRAM, ``PrefixCache.get`` does this itself, and also calls ``carry``.
         """
@@ -190,20 +190,20 @@ class SessionCounters:
                 words[_HBM_BYTES] += hbm * words[row + _ROW_BYTES]
 
     def carry(self, row: int, word: int) -> None:
-        """Move gets and pages out of a row's first word, which would be ``word`` (at least ``CARRY``)."""
+        """Move gets and pages out of a row's first word, whose new value would be ``word`` (at least ``CARRY``)."""
         words = self.words
         words[row] = 0
         words[row + _ROW_GETS] += word // ONE_GET
         words[row + _ROW_DRAM] += word % ONE_GET
 
     def timed(self, row: int, start_ns: int) -> None:
-        """Record the duration of a timed get since ``start_ns``, for all gets that it represents."""
+        """Record the duration of a timed get that started at ``start_ns``, for all gets that it represents."""
         gets = self.words[row + _ROW_GETS] + self.words[row] // ONE_GET
         self.took(GET, start_ns, max(1, gets - self._timed.get(row, 0)))
         self._timed[row] = gets
 
     def took(self, operation: int, start_ns: int, weight: int = 1) -> None:
-        """Record the duration of an operation (``GET`` .. ``LEASE``) since ``start_ns``, for ``weight`` of them."""
+        """Record the duration since ``start_ns`` for ``weight`` operations of this kind (``GET`` .. ``LEASE``)."""
         words, ns = self.words, time.monotonic_ns() - start_ns
         words[operation] += ns * weight
         if _FAST_NS <= ns < _SLOW_NS:
@@ -214,7 +214,7 @@ class SessionCounters:
         words[operation + place] += weight
 
     def leased(self, row: int, asked: int, pages: int, reason: str, start_ns: int) -> None:
-        """Count a lease of ``asked`` pages that covers ``pages`` of them, and ended for ``reason``."""
+        """Count a lease of ``asked`` pages. It covers ``pages`` pages, and its match ended because of ``reason``."""
         self.words[row + _ROW_DRAM] += pages
         if pages != asked:
             self.words[row + _ROW_MISSED] += asked - pages
@@ -226,7 +226,7 @@ class SessionCounters:
         self.words[row + _ROW_PUT] += pages
 
     def reused(self, gap_ns: int, pages: int) -> None:
-        """Count hit pages whose last use was ``gap_ns`` ago. To be called for one timed get in ``REUSE_SAMPLED``."""
+        """Count hit pages whose last use was ``gap_ns`` ago. Call this for one timed get in ``REUSE_SAMPLED``."""
         gap_ms = max(0, gap_ns) // 1_000_000
         self.words[_REUSE] += gap_ms * pages
         self.words[_REUSE + 1 + min(gap_ms.bit_length(), len(REUSE_BOUNDS_S))] += pages
@@ -243,7 +243,7 @@ class SessionCounters:
 # --- Reading -------------------------------------------------------------------------------------------------------
 
 Vector = npt.NDArray[np.uint64]
-"""The counts of ``NAMES``, then the page's words of latency and reuse: the numbers that are summed over sessions."""
+"""The numbers that are summed across sessions: the counts of ``NAMES``, then the page's words of latency and reuse."""
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,8 @@ class Tally:
     """The sum of the counts of some sessions.
 
     Attributes:
-        counts: by the names of ``NAMES``.
-        latency: of each of ``OPERATIONS``.
+        counts: name of ``NAMES`` -> count.
+        latency: durations of each of ``OPERATIONS``.
         reuse: pages by the time since their last use, for one timed get in ``REUSE_SAMPLED``.
     """
 
@@ -306,7 +306,7 @@ def add_counts(sum_: Vector, counts: Vector) -> Vector:
 
 
 def _vector(words: Vector) -> Vector:
-    # As floats, whose products and sums do not wrap.
+    # Computed as floats, because integer products and sums could wrap.
     rows = words[_ROWS:_ROWS_END].reshape(ROWS_MAX, _ROW_WORDS).astype(np.float64)
     got = words[_ROWS:_ROWS_END].reshape(ROWS_MAX, _ROW_WORDS)[:, _ROW_GOT]
     gets = (rows[:, _ROW_GETS] + got // np.uint64(ONE_GET)).sum()
@@ -328,7 +328,7 @@ def _vector(words: Vector) -> Vector:
 
 
 def read_counters(fd: int) -> Vector | None:
-    """Return the counts in a session's file; None if there are none yet, or they have another version."""
+    """Return the counts in a session's file; None if it has none yet, or if they are from another version."""
     page = os.pread(fd, 8 * _WORDS, 0)
     if len(page) < 8 * _WORDS:
         return None

@@ -1,7 +1,7 @@
-"""The file ``data`` of a node's folder: the data server that sends the node's pages. It is locked by that process.
+"""The file ``data`` of a node's folder: it names the data server that sends the node's pages, which keeps it locked.
 
-A restarted daemon finds a running data server by it, and a second data server is refused. Its text is JSON; a file
-without a lock means nothing. The file ``data.errors`` next to it has the unexpected errors of that process by place,
+A restarted daemon finds a running data server by this file, and a second data server is refused. The text is JSON; a
+file without a lock means nothing. The file ``data.errors`` next to it has the data server's unexpected errors by place,
 for the daemon's metrics.
 """
 
@@ -31,8 +31,8 @@ class RunningDataServer:
     """A running data server.
 
     Attributes:
-        pid: its process.
-        process: 16 hex digits, drawn when it started.
+        pid: id of its process.
+        process: 16 random hex digits, drawn when the process started.
         address: HOST:PORT.
         child: True if the daemon started it, and therefore ends it.
     """
@@ -47,7 +47,7 @@ class DataFile:
     """The lock and the content of the file. Life: made -> ``take`` -> ``write`` -> ``close``, or the process's end.
 
     Attributes:
-        former: the data server before this one, which has ended; None if there was none.
+        former: the previous data server, which has ended; None if there was none.
     """
 
     def __init__(self, folder: NodeFolder) -> None:
@@ -104,7 +104,8 @@ def write_errors(folder: NodeFolder, counts: dict[str, int]) -> None:
 
 
 def read_errors(folder: Path) -> dict[str, int]:
-    """Return the errors that the current data server has written last, or else the one before. Empty if none has."""
+    """Return the last errors written by the current data server, or else by the previous one. Empty if there are
+    none."""
     try:
         return {str(place): int(count) for place, count in json.loads(read_plain(folder / ERRORS)).items()}
     except (OSError, ValueError, TypeError, AttributeError):
@@ -120,7 +121,7 @@ def is_taken(folder: NodeFolder) -> bool:
 
 
 def find_data_server(folder: NodeFolder) -> RunningDataServer | None:
-    """Return the running data server of this node; None if there is none, or it has not written its address yet."""
+    """Return this node's running data server; None if there is none, or if it has not written its address yet."""
     try:
         if not is_taken(folder):
             return None

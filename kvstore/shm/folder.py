@@ -9,14 +9,14 @@
         segment                        the data (dram.SegmentFile)
         records-<extent>  uses-<extent>    tables of each carved extent (records.ExtentTable)
         index-<epoch>/                 LMDB: key -> address (index.Index)
-        puts                           published puts that the daemon has not taken in (put_log.PutLog); may be absent
+        puts                           published puts that are not applied yet (put_log.PutLog); may be absent
         secret                         secret of the node's pool (read_secret)
         nvme                           paths of its NVMe files (nvme_map.NvmeMap); absent without NVMe
         data                           the running data server, locked by it (data_server_file)
         brought                        pages of other nodes that were read here recently (client.local.brought)
-        member                         what its daemon published in a catalog last; absent: nothing
+        member                         what its daemon last published in a catalog; absent if nothing
         mounted-<n>  -data  -pass      memory that an engine mounted: its records, the memory, a socket (mounted)
-        quarantine                     positions that may not be used yet (quarantine); absent if empty
+        quarantine                     positions that must not be used yet (quarantine); absent if empty
         sessions/<16 hex digits>       one file per client, locked by it, with its counters (counters)
         .tmp-*                         a file that is being made; removed when the next owner starts
 
@@ -175,7 +175,7 @@ class NodeFolder:
         """Make the folder and ``sessions/`` if they are absent. Existing files stay.
 
         Raises:
-            InvalidRequest: ``shm_dir`` is absent, or another user's folder, or a file, has that name.
+            InvalidRequest: ``shm_dir`` is absent, or the name belongs to another user's folder or to a file.
             FileNotFoundError: the folder was purged at the same moment.
         """
         is_new = self._make()
@@ -235,7 +235,7 @@ class NodeFolder:
         return status.st_uid in (os.geteuid(), 0) or in_group
 
     def lock(self) -> None:
-        """Become the owner: make the folder if it is absent, lock it, and remove unfinished files of a dead owner.
+        """Become the owner: make the folder if it is absent, lock it, and remove a dead owner's unfinished files.
 
         Raises:
             NodeBusy: another process, or another NodeFolder of this process, holds the lock.
@@ -276,7 +276,7 @@ class NodeFolder:
         """Keep every daemon from owning the folder inside the context. Several processes may do so at the same time.
 
         Raises:
-            NodeBusy: a daemon runs, or is starting.
+            NodeBusy: a daemon is running or starting.
             FileNotFoundError: the folder is being purged.
         """
         fd = open_plain(self.lock_file, os.O_RDONLY)
@@ -324,12 +324,12 @@ class NodeFolder:
         return self.path / f"{_TEMPORARY}{name}"
 
     def new_file(self, path: Path, size_bytes: int, head: bytes, sparse: bool = False) -> None:
-        """Put a complete new file at ``path``, with zeros after ``head``: readers see the old file or the new one.
+        """Put a complete new file at ``path``, with zeros after ``head``. Readers see either the old or the new file.
 
         Maps of an old file at that path keep the old bytes. ``sparse`` leaves its memory unallocated.
 
         Raises:
-            OutOfSpace: its memory could not be allocated; nothing has changed.
+            OutOfSpace: the file's memory could not be allocated; nothing has changed.
         """
         temporary = path.with_name(f"{_TEMPORARY}{path.name}")
         remove(temporary)
@@ -367,7 +367,7 @@ def allocate(fd: int, start: int, size_bytes: int, what: str) -> None:
 
 
 def list_nodes(shm_dir: str | os.PathLike[str]) -> list[tuple[str, bool]]:
-    """Return ``(name, is running)`` of every trusted node folder here, by name."""
+    """Return ``(name, is running)`` of every trusted node folder in ``shm_dir``, sorted by name."""
     nodes = []
     for name in folder_names(shm_dir, PREFIX):
         folder = NodeFolder.at(Path(shm_dir) / name)
@@ -377,7 +377,8 @@ def list_nodes(shm_dir: str | os.PathLike[str]) -> list[tuple[str, bool]]:
 
 
 def folder_names(shm_dir: str | os.PathLike[str], prefix: str) -> list[str]:
-    """Return the names in ``shm_dir`` that a node's folder may have. Their owner and kind are not checked."""
+    """Return the names in ``shm_dir`` that could be those of node folders. Owner and kind of the files are not
+    checked."""
     try:
         names = os.listdir(shm_dir)
     except FileNotFoundError:
@@ -445,7 +446,8 @@ def is_own_folder(path: str | os.PathLike[str]) -> bool:
 def reap_embedded(shm_dir: str | os.PathLike[str]) -> list[str]:
     """Purge the folders of this user's embedded stores whose process has ended. Return their names.
 
-    Folders of other users, even for root, and anything that is not a folder are left alone: they might lead anywhere.
+    It skips other users' folders (even if this user is root) and anything that is not a folder, because links could
+    lead anywhere.
     """
     reaped = []
     for name in folder_names(shm_dir, EMBEDDED_PREFIX):
@@ -496,7 +498,7 @@ def _purge(folder: NodeFolder, parent_fd: int, folder_fd: int) -> None:
     name = folder.lock_file.name
     try:
         fd = open_plain(name, os.O_RDWR | os.O_CREAT, folder.file_mode, dir_fd=folder_fd)
-    except NotPlain:  # no process can hold it: an owner opens it the same way
+    except NotPlain:  # no process can hold such a lock: an owner opens the file the same way
         remove(name, dir_fd=folder_fd)
         fd = open_plain(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, folder.file_mode, dir_fd=folder_fd)
     try:

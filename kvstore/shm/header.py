@@ -24,7 +24,7 @@ _WORDS: Final = 18  # number of words in use
 
 
 class DaemonState(IntEnum):
-    """The state that the daemon has written last."""
+    """The state that the daemon wrote last."""
 
     STARTING = 0
     READY = 1
@@ -56,17 +56,17 @@ class Header:
     """
 
     incarnation = _Word(2)  # random, not 0; drawn when the segment was made
-    epoch = _Word(3)  # of the index
+    epoch = _Word(3)  # epoch of the index
     extent_bytes = _Word(4)  # size of each position of the segment
     positions = _Word(5)
     pid = _Word(6)  # of the daemon
     heartbeat_ns = _Word(7)  # CLOCK_MONOTONIC, stored by the daemon each tick
     state = _Word(8)  # DaemonState
     populated_bytes = _Word(11)  # bytes of the segment whose memory is allocated
-    next_extent = _Word(12)  # smaller extent numbers were used; none is used twice, even after a restart
+    next_extent = _Word(12)  # smaller extent numbers were used; none is reused, even after a restart
     verify_reads = _Word(13)  # 1: clients verify checksums on every read
     names_forgotten = _Word(14)  # how often the node has forgotten names of roots: clients then name theirs again
-    growing_to = _Word(15)  # the incarnation that its files are getting; 0: none. See ``node.startup``
+    growing_to = _Word(15)  # the incarnation that the node's files are changing to; 0: none. See ``node.startup``
     puts_id = _Word(16)  # of its ``put_log.PutLog``; 0: none
     mounts = _Word(17)  # number of mounted segments, see ``mounted``
 
@@ -79,7 +79,7 @@ class Header:
     def create(cls, folder: NodeFolder, incarnation: int, extent_bytes: int, positions: int) -> Header:
         """Write the header of a new segment: state STARTING, this pid and boot; epoch and the rest are 0.
 
-        An older header is overwritten in place; clients that map it see the new incarnation.
+        An older header is overwritten in place, so that clients that map it see the new incarnation.
 
         Raises:
             OutOfSpace: no memory for the page.
@@ -105,7 +105,7 @@ class Header:
 
     @classmethod
     def open(cls, folder: NodeFolder, writable: bool = False) -> Header | None:
-        """Map the existing header. Return None if it is absent, too short, incomplete, or of a purged node.
+        """Map the existing header. Return None if it is absent, too short, incomplete, or belongs to a purged node.
 
         Raises:
             VersionMismatch: it has another version of the file formats.
@@ -125,7 +125,8 @@ class Header:
 
     @property
     def boot_id(self) -> bytes:
-        """16 bytes: the boot in which it was created. Deadlines in records are void in another boot."""
+        """16 bytes that identify the boot in which the header was created. Deadlines in records are void in another
+        boot."""
         return self.words[9].to_bytes(8, "little") + self.words[10].to_bytes(8, "little")
 
     def close(self) -> None:

@@ -42,13 +42,13 @@ from kvstore.shm.lmdb_environment import (
     translate,
 )
 
-# Pages that one changed key may dirty: the path from the root (4 levels: 40 M keys) and splits. Each transaction also
-# dirties some pages of its own: roots of the tables, and the list of free pages.
+# Upper bound of the pages that one changed key dirties: the path from the root (4 levels: 40 M keys) and splits. Each
+# transaction dirties some more pages: roots of the tables, and the list of free pages.
 PAGES_PER_KEY: Final = 6
 PAGES_PER_TXN: Final = 32
 # A page of a table holds 96 entries of 42 bytes, and half as many after a split. Measured with random keys: 66 on
-# average, and 51 after all of them were replaced thirty times. Pages that a transaction frees are used again by the
-# second transaction after it, unless a reader is active.
+# average, and 51 after all of them were replaced thirty times. Pages that a transaction frees are reused by the second
+# transaction after it, unless a reader is active.
 ENTRIES_PER_PAGE: Final = 47
 STEPS_IN_FLIGHT: Final = 2
 
@@ -64,7 +64,7 @@ class MapMemory:
     """The allocated memory of the index's map file at ``path``.
 
     Attributes:
-        spare_pages: pages with memory that no transaction since the last ``ensure`` may have dirtied.
+        spare_pages: number of pages with memory that no transaction can have dirtied since the last ``ensure``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,8 +109,8 @@ class MapMemory:
 class WriteTxn:
     """A write transaction of the daemon's index. Made by ``Index.begin``; used once, in one thread, as a context.
 
-    Leaving the context commits: readers see all of it or nothing. Leaving it by an exception drops all of it. Calls and
-    the commit raise IndexFull or IndexDamaged; then nothing is stored.
+    Leaving the context commits: readers see all of it or nothing. Leaving it by an exception drops all of it. If a call
+    or the commit raises IndexFull or IndexDamaged, nothing is stored.
     """
 
     __slots__ = ("_begin", "_tables", "_memory", "_info", "_transaction", "_dirty_pages")
@@ -159,11 +159,11 @@ class WriteTxn:
         return self._delete(self._tables.pending, keys)
 
     def find(self, tier: Tier, key: bytes) -> Address | None:
-        """Return as ``Index.find``, including what this transaction has written."""
+        """Do the same as ``Index.find``, including what this transaction has written."""
         return self._find(key, self._tables.tiers[tier])
 
     def find_pending(self, key: bytes) -> Address | None:
-        """Return as ``Index.find_pending``, including what this transaction has written."""
+        """Do the same as ``Index.find_pending``, including what this transaction has written."""
         return self._find(key, self._tables.pending)
 
     def _put(self, table: Any, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
@@ -200,7 +200,7 @@ class WriteTxn:
 
 __all__ = ["Index", "IndexCrowded", "IndexDamaged", "IndexFull", "WriteTxn"]
 
-SCAN_BATCH: Final = 4096  # entries to read per transaction, so that a slow consumer keeps no old version in use
+SCAN_BATCH: Final = 4096  # entries to read per transaction, so that a slow consumer does not keep an old version in use
 
 _ADDRESS = struct.Struct("<IIQ")  # ADDRESS_DTYPE
 assert _ADDRESS.size == ADDRESS_DTYPE.itemsize
@@ -238,9 +238,9 @@ class Index:
             tiers: tiers of the node, in addition to those that every index has a table for.
 
         Raises:
-            IndexDamaged: not ``fresh``, and the index is absent, cut short, of another format or unreadable.
+            IndexDamaged: not ``fresh``, and the index is absent, cut short, in another format or unreadable.
             IndexFull: there is no memory for a new one.
-            NodeBusy: this process reads it as the index of another daemon; close those readers first.
+            NodeBusy: readers in this process have opened it as the index of another daemon; close them first.
         """
         path = folder.index(epoch)
         if fresh:
@@ -294,11 +294,11 @@ class Index:
     # --- reading: nothing is changed, results are copies ------------------------------------------------------------
 
     def find(self, tier: Tier, key: bytes) -> Address | None:
-        """Return the last known address of the sealed page of ``key`` in that tier."""
+        """Return the last known address of the sealed page with key ``key`` in this tier."""
         return self._find(self._tables.tiers[tier], key)
 
     def find_pending(self, key: bytes) -> Address | None:
-        """Return the frame in which the page of ``key`` is being written."""
+        """Return the frame in which the page with key ``key`` is being written."""
         return self._find(self._tables.pending, key)
 
     def _find(self, table: Any, key: bytes) -> Address | None:
@@ -309,7 +309,8 @@ class Index:
             translate(error)
 
     def find_many(self, tier: Tier, keys: Iterable[bytes]) -> list[bytes | None]:
-        """Return the raw addresses (``ADDRESS_DTYPE``) of pages in that tier at one moment; None for absent ones."""
+        """Return the raw addresses (``ADDRESS_DTYPE``) of pages in this tier, all read at one moment; None for absent
+        pages."""
         table = self._tables.tiers[tier]
         if table is None:
             return [None for _ in keys]
@@ -319,7 +320,8 @@ class Index:
             translate(error)
 
     def longest(self, tier: Tier, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
-        """Return how many leading ``keys`` of a chain are in that tier, and the raw address of the last one. A hint.
+        """Return how many leading ``keys`` of a chain are in this tier, and the raw address of the last such page. A
+        hint.
 
         The last key is looked up first (a full hit costs one look), then the first one (a full miss costs two). Then
         the search halves the range, because no page is stored without the pages before it. ``keys`` may start anywhere
@@ -344,14 +346,14 @@ class Index:
         return self._entries(self._tables.pending)
 
     def scan(self, tier: Tier) -> Iterator[tuple[bytes, bytes]]:
-        """Yield ``(key, raw address)`` of every page in that tier, by key.
+        """Yield ``(key, raw address)`` of every page in this tier, in key order.
 
-        It reads ``SCAN_BATCH`` entries at a time. It may or may not see changes that are made in the meantime.
+        The scan reads ``SCAN_BATCH`` entries at a time. It may or may not see changes that are made in the meantime.
         """
         return self._scan(self._tables.tiers[tier])
 
     def scan_pending(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield ``(key, raw address)`` of every page that is being written, by key."""
+        """Yield ``(key, raw address)`` of every page that is being written, in key order."""
         return self._scan(self._tables.pending)
 
     def _scan(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
@@ -368,9 +370,9 @@ class Index:
             start = batch[-1][0] + b"\0"  # the smallest larger key
 
     def snapshot(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
-        """Return ``(key, raw address)`` of every page, by tier, as of now, even if they are read later.
+        """Return, by tier, ``(key, raw address)`` of every page as of now, even if the iterators are read later.
 
-        Read the iterators soon and in this thread, or drop them: until then no page of the file is used again.
+        Read the iterators soon and in this thread, or drop them: until then, no page of the file is reused.
         """
         try:
             transaction = self._begin()
@@ -394,12 +396,13 @@ class Index:
         """Allocate memory for ``entries`` entries, and for transactions of ``step_keys`` that change them.
 
         Raises:
-            IndexFull: there is not enough memory. What was possible before still is.
+            IndexFull: there is not enough memory. Everything that was possible before still is.
         """
         self._memory.reserve(entries, step_keys, self._info())
 
     def clear_dead_readers(self) -> int:
-        """Free the slots of readers that died inside a read, and return how many. They keep old pages from reuse."""
+        """Free the slots of readers that died inside a read, and return how many. Such slots keep old pages from being
+        reused."""
         try:
             return int(self._live().reader_check())
         except lmdb.Error as error:
@@ -415,12 +418,12 @@ class Index:
         return (int(self._info()["last_pgno"]) + 1) * PAGE_BYTES
 
     def close(self) -> None:
-        """Close the index: every call raises IndexDamaged from now on. The files stay."""
+        """Close the index. From now on, every call raises IndexDamaged. The files stay."""
         _indexes.discard(self)
         self._drop()
 
     def _drop(self) -> None:
-        # Only references are dropped: LMDB closes with the last one. A thread that is inside a read has its own.
+        # Only references are dropped; LMDB closes with the last one. A thread inside a read has its own reference.
         self._environment = None
         self._begin = _closed
 
@@ -453,7 +456,8 @@ def _entries_of(transaction: Any, table: Any) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _leading(get: Any, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
-    """Return how many leading keys ``get`` finds, and the value of the last. The last of ``keys`` is known to miss."""
+    """Return how many leading keys ``get`` finds, and the value of the last of these. The caller knows that the last of
+    ``keys`` misses."""
     last = get(keys[0]) if len(keys) > 1 else None
     if last is None:
         return 0, None

@@ -26,7 +26,7 @@ from kvstore.model.replica import Tier
 from kvstore.safe_files import check_plain, open_plain, remove
 from kvstore.shm.folder import NodeFolder, allocate
 
-READERS_MAX: Final = 1024  # read transactions at a time, over all processes of the node
+READERS_MAX: Final = 1024  # read transactions at a time, across all processes of the node
 PAGE_BYTES: Final = 4096
 MAP_BYTES_MIN: Final = 64 * PAGE_BYTES
 FILL_BATCH: Final = 65536  # entries per transaction: below LMDB's limit of dirty pages
@@ -85,7 +85,8 @@ _FULL: Final = (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError, lmdb.Memor
 
 
 def translate(error: Exception) -> NoReturn:
-    """Raise the meaning of an LMDB error. An error of our own (a key that is too long) is raised as it is."""
+    """Translate an LMDB error and raise it. An error of the caller's own (a key that is too long) is raised
+    unchanged."""
     if isinstance(error, _FULL):
         raise IndexFull(str(error)) from error
     if isinstance(error, lmdb.ReadersFullError):
@@ -97,10 +98,11 @@ def translate(error: Exception) -> NoReturn:
 
 
 def open_shared(path: Path, map_bytes: int | None, file_mode: int) -> lmdb.Environment:
-    """Return this process's environment of ``path``, opened on first use; for writing if ``map_bytes`` is set.
+    """Return this process's environment for ``path``. It is opened on first use, for writing if ``map_bytes`` is set.
 
     Raises:
-        NodeBusy: requested for writing, and this process has opened it for reading, as that of another daemon.
+        NodeBusy: it is requested for writing, but this process has opened it for reading, as the index of another
+            daemon.
         lmdb.Error, OSError: it cannot be opened.
     """
     with _lock:
@@ -150,7 +152,7 @@ def _fill(
     path: Path, folder: NodeFolder, map_bytes: int, tables: Iterable[tuple[bytes, Iterable[Entry], bool]]
 ) -> None:
     map_size = max(MAP_BYTES_MIN, -(-map_bytes // PAGE_BYTES) * PAGE_BYTES)
-    # Not in the registry: no other thread can know it under this name.
+    # Not in the registry, because no other thread can open it under this name.
     environment = lmdb.open(str(path), mode=folder.file_mode, **(_WRITER | {"map_size": map_size}))
     try:
         for name in ("data.mdb", "lock.mdb"):
@@ -169,7 +171,7 @@ def _fill(
 
 
 def allocate_map(path: Path, size_bytes: int) -> None:
-    """Allocate the memory of the first ``size_bytes`` of a map file. Raises IndexFull if there is none."""
+    """Allocate memory for the first ``size_bytes`` of a map file. Raises IndexFull if there is not enough."""
     # LMDB keeps its process locks on lock.mdb only, so opening and closing the data file here drops none of them.
     fd = open_plain(path / "data.mdb", os.O_RDWR)
     try:
@@ -181,13 +183,13 @@ def allocate_map(path: Path, size_bytes: int) -> None:
 
 
 def stored_map_bytes(path: Path) -> int | None:
-    """Return the map size of an environment; None if it is absent, of another format, or shorter than it was made.
+    """Return the map size of an environment; None if it is absent, in another format, or shorter than when it was made.
 
     The length matters: a read beyond the end of a mapped file raises SIGBUS, not an error.
     """
     try:
-        # LMDB follows links, so its files are checked before it opens them. They are not opened for that: closing any
-        # descriptor of its lock file would drop the locks that this process has on it.
+        # LMDB follows links, so its files are checked before it opens them. The check does not open them: closing any
+        # descriptor of the lock file would drop the locks that this process has on it.
         check_plain(path, stat.S_IFDIR)
         check_plain(path / "lock.mdb", stat.S_IFREG)
         with open(open_plain(path / "data.mdb", os.O_RDONLY), "rb") as file:

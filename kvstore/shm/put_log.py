@@ -10,9 +10,9 @@ the socket (``SEAL_GRANTED``, for example), and the daemon handles it like one t
 ``published`` and ``drained`` are positions that only grow; the place of a position in the ring is its remainder by
 ``RING_BYTES``. The client writes a record's bytes, then ``published``. The daemon performs a record, then stores
 ``drained``. So a half-written record is never published. A record that was performed but not marked, because of a kill
-in between, is performed again. That changes nothing, because its frames are not granted any more. Only the daemon
-writes ``session``, ``drained`` and ``deciding``. A record is contiguous: if it does not fit before the end of the ring,
-it is written at the front.
+in between, is performed again. That changes nothing, because its frames are no longer granted. Only the daemon writes
+``session``, ``drained`` and ``deciding``. A record is contiguous: if it does not fit before the end of the ring, it is
+written at the front.
 
 Worked example: the ring of slot 3 is drained up to position 262,000, and a ring has 262,144 bytes. A request of 500
 bytes needs 520. ``_SKIP`` is written at 262,000, the record is at the ring's front, and ``published`` becomes
@@ -52,7 +52,7 @@ from kvstore.errors import OutOfSpace
 from kvstore.safe_files import open_plain
 from kvstore.shm.folder import NodeFolder, allocate
 
-SLOTS: Final = 64  # sessions that may publish at a time; further sessions send a request for every put
+SLOTS: Final = 64  # number of sessions that may publish at a time; further sessions send a request for every put
 RING_BYTES: Final = 256 << 10  # per slot; its memory is allocated with its first session
 REQUEST_BYTES_MAX: Final = RING_BYTES // 2 - 32  # an empty ring always has room for one, wherever it begins
 
@@ -68,7 +68,7 @@ _SKIP: Final = (1 << 64) - 1  # in place of a length: the next record is at the 
 _PUBLISHED_AT: Final = _WORDS_AT + 8 * SLOTS
 _DRAINED_AT: Final = _PUBLISHED_AT + 8 * SLOTS
 _DECIDING_AT: Final = _DRAINED_AT + 8 * SLOTS
-_CLOSED: Final = 1 << 63  # added to a session's id, which has fewer bits: the session may not publish any more
+_CLOSED: Final = 1 << 63  # added to a session's id, which has fewer bits: the session must no longer publish
 _SESSION, _PUBLISHED, _DRAINED, _DECIDING = 0, SLOTS, 2 * SLOTS, 3 * SLOTS  # places among the words
 
 assert _DECIDING_AT + 8 <= _RINGS_AT
@@ -83,7 +83,7 @@ class PutLog:
     """The mapped file. Made by ``create`` (the daemon) or ``open``; it is unmapped with the last reference.
 
     Attributes:
-        id: drawn when the file was made, and stored in the node's header. Another id means another log.
+        id: random number, drawn when the file was made and stored in the node's header. Another id means another log.
         positions: returns the published positions of all slots, then the drained ones, as bytes.
         drained: returns the drained positions of all slots, as bytes. Both are C functions, because every lookup that
             misses calls one of them.
@@ -114,7 +114,7 @@ class PutLog:
 
     @classmethod
     def open(cls, folder: NodeFolder, id_: int, writable: bool = True) -> PutLog | None:
-        """Open the log of that id. Return None if it is absent, or has another version."""
+        """Open the log with this id. Return None if it is absent, or from another version."""
         try:
             fd = open_plain(folder.puts, os.O_RDWR if writable else os.O_RDONLY)
         except OSError:
@@ -149,16 +149,17 @@ class PutLog:
         return slots
 
     def holder(self, key: bytes, exclude: int = -1) -> int:
-        """Return the slot, other than ``exclude``, with a pending record of that key; -1 if there is none. A hint."""
+        """Return a slot, other than ``exclude``, with a pending record that has this key; -1 if there is none. A
+        hint."""
         return next((slot for slot in self.waiting() if slot != exclude and self.holds(key, slot)), -1)
 
     def holds(self, key: bytes, slot: int) -> bool:
-        """Return True if this slot has a pending record of that key. A hint."""
+        """Return True if this slot has a pending record with this key. A hint."""
         find = self._map.find
         return any(find(key, start, stop) >= 0 for start, stop in self._pending(slot))
 
     def pending(self, keys: list[bytes]) -> list[bytes]:
-        """Return the keys that have a pending record in any slot. Hints."""
+        """Return the keys that have a pending record in any slot. The result is a hint."""
         find, parts = self._map.find, [part for slot in self.waiting() for part in self._pending(slot)]
         return [key for key in keys if any(find(key, start, stop) >= 0 for start, stop in parts)] if parts else []
 
@@ -177,10 +178,10 @@ class PutLog:
     # --- for the client that owns a slot -----------------------------------------------------------------------------
 
     def append(self, slot: int, session: int, request: bytes) -> int:
-        """Publish a request and return the position after it; it is performed once the slot is drained up to there.
+        """Publish a request and return the position after it. It is performed once the slot is drained up to there.
 
-        Return 0 if there is no room now, the request is too large, or the slot does not belong to this session any
-        more. Only one thread of one process may call this for a slot.
+        Return 0 if there is no room now, the request is too large, or the slot no longer belongs to this session.
+        Only one thread of one process may call this for a slot.
         """
         words = self._words
         published = words[_PUBLISHED + slot]
@@ -204,7 +205,7 @@ class PutLog:
         return published + size
 
     def undrained(self, slot: int, session: int) -> list[bytes]:
-        """Return the requests that this session has published here and that the node will not drain any more."""
+        """Return the requests that this session has published here but that the node will no longer drain."""
         try:
             return [request for _, request in self.records(slot)] if self._words[_SESSION + slot] == session else []
         except LogDamaged:
@@ -222,7 +223,7 @@ class PutLog:
 
     @property
     def deciding(self) -> bool:
-        """True while the daemon is deciding. It may have read the log before."""
+        """True while the daemon is deciding. The daemon may have read the log before that."""
         return bool(self._words[_DECIDING])
 
     @deciding.setter
@@ -230,7 +231,7 @@ class PutLog:
         self._words[_DECIDING] = int(value)
 
     def session(self, slot: int) -> int:
-        """Return the session of a slot; 0 if it is free, or if its session may not publish any more."""
+        """Return the session of a slot; 0 if the slot is free, or if its session may no longer publish."""
         session = self._words[_SESSION + slot]
         return session if session < _CLOSED else 0
 
@@ -240,7 +241,8 @@ class PutLog:
         return {words[_SESSION + slot] & ~_CLOSED: slot for slot in range(SLOTS) if words[_SESSION + slot]}
 
     def assign(self, session: int) -> int | None:
-        """Return the session's slot: its own one, or a free one. None if it is closed, or no slot or memory is free."""
+        """Return the slot of this session, or give it a free one. Return None if its slot is closed, or if there is no
+        free slot or memory."""
         slots = self.sessions()
         if session in slots:
             return slots[session] if self.session(slots[session]) else None
@@ -266,9 +268,9 @@ class PutLog:
         return True
 
     def close(self, slot: int) -> None:
-        """Forbid the slot's session to publish.
+        """Stop the slot's session from publishing.
 
-        It may be publishing now. So no other session gets the slot before this one has ended.
+        It might be publishing right now. So no other session gets the slot until this one has ended.
         """
         self._words[_SESSION + slot] |= _CLOSED
         self.skip(slot)
@@ -278,7 +280,8 @@ class PutLog:
         self._words[_SESSION + slot] = 0
 
     def records(self, slot: int) -> Iterator[tuple[int, bytes]]:
-        """Yield ``(position after it, request)`` of each record that is pending now, copied, oldest first.
+        """Yield ``(position after the record, request)`` for each pending record, oldest first. The requests are
+        copies.
 
         Raises:
             LogDamaged: the ring has bytes that ``append`` did not write.
@@ -321,8 +324,8 @@ def _padded(length: int) -> int:
 class Deciding:
     """The mutex under which a node decides. Clients can see it in the node's log of puts.
 
-    ``with deciding:`` encloses every decision, and drains come first. A node that is killed inside leaves the word set.
-    Then clients send requests, and the next node clears the word with its first decision.
+    ``with deciding:`` encloses every decision; inside, the log is drained first. A node that is killed inside leaves
+    the word set. Then clients send requests, and the next node clears the word with its first decision.
     """
 
     def __init__(self, puts: PutLog | None) -> None:

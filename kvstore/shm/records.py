@@ -1,10 +1,10 @@
 """The tables of an extent in shared memory: records, which the daemon writes, and uses, which clients write.
 
 ``records-<extent>`` (``ExtentTable``) is one page of header and then a row per frame (``model.replica.RecordFormat``).
-Only the daemon writes it. On x86-64, stores become visible in their order. So a record is written body first and state
-word last; to end it, the word is written first. An extent belongs to one tier. Frames on NVMe have their token ids and
-checksums in front of them on the device, so the tables of such an extent are lean: 96 bytes of record and the last use
-per frame, whatever the class.
+Only the daemon writes it. On x86-64, stores become visible in their order. So the body of a record is written first and
+the state word last; to end a record, the word is written first. An extent belongs to one tier. Frames on NVMe have
+their token ids and checksums in front of them on the device, so the tables of such an extent are lean: 96 bytes of
+record and the last use per frame, whatever the class.
 
 ``uses-<extent>`` (``Uses``) is a head and columns, with a row per frame in each: when its page was last used (8 bytes),
 the generation that its progress belongs to (8), and the progress of each shard (a byte). Progress is the number of
@@ -81,7 +81,7 @@ class Record(NamedTuple):
 
     @property
     def checksums(self) -> npt.NDArray[np.uint32]:
-        """One per layer, valid once ``stamped``."""
+        """One checksum per layer, valid once ``stamped``."""
         return np.frombuffer(self.raw[self.fmt.checksums], "<u4")
 
     @property
@@ -133,7 +133,7 @@ class Uses:
 
     @classmethod
     def open(cls, folder: NodeFolder, extent: int, incarnation: int, frames: int, shards: int) -> Uses | None:
-        """Map the file. Return None if it is absent, cut short, or of another extent.
+        """Map the file. Return None if it is absent, cut short, or belongs to another extent.
 
         Raises:
             VersionMismatch: it has another version of the file format.
@@ -178,7 +178,7 @@ class Uses:
             os.close(fd)
 
     def begin(self, frames: Frames, generations: Words) -> None:
-        """Prepare frames for pages of these generations. Progress of these pages that is already stored stays."""
+        """Prepare frames for pages of these generations. If progress of these pages is already stored, it stays."""
         stored = self._generations[frames]
         if (stored != generations).any():
             self._progress[frames][stored != generations] = 0
@@ -284,9 +284,9 @@ class ExtentTable:
         appears first, and the records have a header with a checksum.
 
         Args:
-            incarnation: that of the tier's segment (on NVMe: of the devices), so that tables of another one are
-                never trusted.
-            files: files that were made before for this class and tier. Then no memory or descriptor is needed.
+            incarnation: incarnation of the tier's segment (on NVMe: of the devices). Tables from another one are never
+                trusted.
+            files: files that were made earlier for this class and tier, so that no memory or descriptor is needed now.
 
         Raises:
             OutOfSpace: no memory for the tables; nothing is left behind.
@@ -312,7 +312,7 @@ class ExtentTable:
         and makes new uses if they are absent or damaged.
 
         Raises:
-            VersionMismatch: the file is sound, and of another version of the file format.
+            VersionMismatch: the file is sound, but from another version of the file format.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -330,13 +330,14 @@ class ExtentTable:
             return cls(folder, head, records, uses)
 
     def forget_writers(self, frames: Any) -> None:
-        """Remove the writers from the records of these frames, which are free."""
+        """Remove the writers from the records of these free frames."""
         if self.fmt.tail:
             self.rows[frames, self.fmt.writing] = 0
 
     @staticmethod
     def rename(folder: NodeFolder, extent: int, old: int, new: int) -> None:
-        """Change the incarnation of a table from ``old`` to ``new``. Another table stays as it is. May be repeated."""
+        """Change the incarnation of a table from ``old`` to ``new``. Any other table stays as it is. Can be
+        repeated."""
         Uses.rename(folder, extent, old, new)
         try:
             fd = open_plain(folder.records(extent), os.O_RDWR)
@@ -365,7 +366,7 @@ class ExtentTable:
         return columns[:, key : key + 2], columns[:, parent : parent + 2], columns[:, self._info]
 
     def used_ns(self, frame: int) -> int:
-        """Return when the page in that frame was last used."""
+        """Return the last use of the page in that frame."""
         return self._used[frame]
 
     def key(self, frame: int) -> bytes:
@@ -393,7 +394,7 @@ class ExtentTable:
         return Record(self._part(frame, self._whole), self.fmt)
 
     def _part(self, frame: int, part: slice) -> bytes:
-        """Return these bytes of a row, from the map, which takes half as long as from an array."""
+        """Return these bytes of a row. They are read from the map, which takes half as long as from an array."""
         start = RECORDS_HEAD_BYTES + frame * self._row_bytes
         return self._map[start + part.start : start + part.stop]
 
@@ -417,9 +418,9 @@ class ExtentTable:
             self._map.close()
 
     def invalidate(self) -> None:
-        """Give up a damaged extent, but keep its position occupied. May be repeated.
+        """Give up a damaged extent, but keep its position occupied. Can be repeated.
 
-        Processes that map the table miss, and later starts do not trust it: they treat it like damage from outside.
+        Processes that map the table miss. Later starts do not trust it, and treat it like damage from outside.
         """
         for at in _COPIES_AT:
             self._map[at + _SUMMED_BYTES : at + _HEAD.size] = bytes(8)
@@ -449,7 +450,7 @@ class TableFiles:
     def make(
         cls, folder: NodeFolder, number: int, frame_class: FrameClass, frames: int, tier: Tier = Tier.DRAM
     ) -> TableFiles:
-        """Make the files. Raises OutOfSpace if there is no memory for them; nothing is left behind."""
+        """Make the files. Raises OutOfSpace if there is no memory for them; no file is left behind."""
         records, uses = (folder.temporary(f"table-{tier}-{number}-{what}") for what in ("records", "uses"))
         files = cls(records, uses)
         try:
@@ -482,7 +483,8 @@ class TableFiles:
 
 
 def remove_tables(folder: NodeFolder, extent: int) -> None:
-    """Remove the files of an extent, if there are any. The records go first, because a start looks for them."""
+    """Remove the files of an extent, if there are any. The records are removed first, because startup looks for
+    them."""
     for path in (folder.records(extent), folder.uses(extent)):
         remove(path)
 
@@ -490,7 +492,7 @@ def remove_tables(folder: NodeFolder, extent: int) -> None:
 def _open_uses(folder: NodeFolder, head: tuple[int, ...], make: bool) -> Uses | None:
     """Open the uses of an extent whose records have this head. Return None if there are none.
 
-    ``make``: make them if they are absent or damaged. Return None then if there is no memory for them.
+    ``make``: make them if they are absent or damaged, or return None if there is no memory for them.
     """
     incarnation, extent, frames, tier = head[2], head[3], head[8], TIERS[head[9]]
     about = folder, extent, incarnation, frames, _SHARDS[tier]
@@ -508,7 +510,7 @@ def _repair(records: mmap.mmap) -> None:
 
 
 def claimed_positions(folder: NodeFolder, extent: int, incarnation: int) -> set[int] | None:
-    """Return the positions that an extent may have had whose tables cannot be opened; None: any position.
+    """Return the positions that an extent with unreadable tables could have had; None means any position.
 
     The positions are in the segment of ``incarnation``. The set is empty if a sound head says that the extent belongs
     to another tier, or to another incarnation's segment.
@@ -536,7 +538,7 @@ def _sum_holds(data: mmap.mmap | bytes, at: int) -> bool:
 
 
 def _sound_head(folder: NodeFolder, records: mmap.mmap, extent: int, incarnation: int) -> tuple[int, ...] | None:
-    """Return the words of the header if they fit to the file, else None."""
+    """Return the words of the header if they match the file, else None."""
     if len(records) < RECORDS_HEAD_BYTES:
         return None
     at = next((at for at in _COPIES_AT if _sum_holds(records, at)), None)

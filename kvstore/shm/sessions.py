@@ -4,8 +4,8 @@ A client keeps a file ``sessions/<id>`` locked while it is alive, and counts in 
 gets the lock knows that the client has ended. It adds the client's counts to those of all ended clients, and removes
 the file. Clients that only read never send a message to the node; their files are found by ``sweep``.
 
-Counts of living clients survive a restart of the daemon, and so do those of clients that end while no daemon runs. The
-sum over ended clients is in the daemon's memory, and starts again with it.
+Counts of living clients survive a restart of the daemon, and so do those of clients that end while no daemon is
+running. The sum across ended clients is in the daemon's memory, and restarts at zero with the daemon.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sessions:
 
     def __init__(self, folder: NodeFolder) -> None:
         self._folder = folder
-        self._here: dict[int, SessionCounters] = {}  # clients in this process: alive as long as it is
+        self._here: dict[int, SessionCounters] = {}  # clients in this process, which are alive as long as it is
         self._ended: Vector = NO_COUNTS
         self._highest: Vector = NO_COUNTS  # the highest totals so far
         self._lock = threading.Lock()  # held from adding a session's counts to removing its file: counted only once
@@ -51,7 +51,7 @@ class Sessions:
                 self._ended = add_counts(self._ended, counters.vector())
 
     def alive(self, session: int) -> bool:
-        """Return True if the session's process is alive. The file of an ended one is removed."""
+        """Return True if the session's process is alive. The file of an ended session is removed."""
         with self._lock:
             return session in self._here or self._living(session)[0]
 
@@ -62,7 +62,7 @@ class Sessions:
                 self._look(session)
 
     def totals(self) -> Tally:
-        """Return the sum over all sessions, living and ended. No count is lower than in an earlier call."""
+        """Return the sum across all sessions, living and ended. No count is lower than in an earlier call."""
         with self._lock:
             living = [self._look(session) for session in self._files()]  # first: it may find that some have ended
             here = [counters.vector() for counters in self._here.values()]
@@ -76,11 +76,12 @@ class Sessions:
         return session_ids(self._folder)[:FILES_MAX]
 
     def _look(self, session: int) -> Vector | None:
-        """Return the counts of a living session; None if it has none, or has ended."""
+        """Return the counts of a living session; None if it has no counts or has ended."""
         return self._living(session)[1]
 
     def _living(self, session: int) -> tuple[bool, Vector | None]:
-        """Return whether a session is alive, and its counts. Remove the file of an ended one. ``_lock`` is held."""
+        """Return whether a session is alive, and its counts. Remove the file if the session has ended. The caller holds
+        ``_lock``."""
         path = self._folder.session(session)
         try:
             fd = open_plain(path, os.O_RDONLY)

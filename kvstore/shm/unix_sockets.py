@@ -18,7 +18,7 @@ LIVING_S: Final = 1.0  # time for the server at a path to accept a connection
 
 @contextmanager
 def short(path: Path) -> Iterator[str]:
-    """Provide a short name of the same file, by a descriptor of its folder that is open inside the context.
+    """Provide a short name for the file. It uses a descriptor of the file's folder that stays open inside the context.
 
     Raises:
         OSError: the folder cannot be opened.
@@ -32,7 +32,7 @@ def short(path: Path) -> Iterator[str]:
 
 @contextmanager
 def socket_file(path: Path, mode: int) -> Iterator[None]:
-    """Make sure that a socket bound to that path inside the context gets a file of that mode.
+    """Make sure that the file of a socket that is bound to ``path`` inside the context has this mode.
 
     No client can connect before the file has the mode. The file of a process that has ended is removed.
 

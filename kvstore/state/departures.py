@@ -28,11 +28,11 @@ class TierBelow(Protocol):
     """The part of the tier below that a tier needs."""
 
     def may_leave(self, pool: ClassPool, key: bytes, page: Page) -> bool:
-        """Return True if the page is saved below, is not worth a write, or cannot be saved."""
+        """Return True if the lower tier has the page, or the page is not worth a write or cannot be saved."""
         ...
 
     def find_in(self, root: bytes, key: bytes) -> Address | None:
-        """Return the address of the page's copy below; None if there is none."""
+        """Return the address of the page's copy in the lower tier; None if there is none."""
         ...
 
     def is_saving(self, pool: ClassPool) -> bool:
@@ -40,7 +40,7 @@ class TierBelow(Protocol):
         ...
 
     def held_pages(self) -> list[Address]:
-        """Return the pages that may not leave while they, or pages that will follow them, are being copied."""
+        """Return the pages that must stay because they, or pages that will follow them, are being copied."""
         ...
 
 
@@ -48,10 +48,10 @@ class Departures:
     """The removal of pages from a tier. Part of ``Space``.
 
     Attributes:
-        below: the tier that pages are saved to before they leave; None: pages that leave are lost.
-        ages: number of pages that left, by the bit length of the whole seconds since their last use.
-        ages_sum_s: sum of these seconds over all pages that left.
-        waiting: this event found too few frames, and more may be free soon, once copies or erasures have ended.
+        below: the lower tier, to which pages are saved before they leave. If it is None, pages that leave are lost.
+        ages: number of removed pages, by the bit length of the whole seconds since their last use.
+        ages_sum_s: sum of these seconds over all removed pages.
+        waiting: this event found too few frames, but more might become free once copies or erasures have ended.
     """
 
     def __init__(self, pages: TierPages) -> None:
@@ -62,14 +62,14 @@ class Departures:
         self.waiting = False
 
     def new_batch(self) -> Leaving:
-        """Return an empty batch of pages that leave by one decision."""
+        """Return an empty batch for the pages that one decision removes."""
         return Leaving(Vacated(), [], [], [], [])
 
     def leave(self, extent: Extent, frame: int, leaving: Leaving, most: int = 1) -> int:
-        """Remove a page that has no children and no lease, and return how many pages left.
+        """Remove a page that has no children and no lease, and return how many pages were removed.
 
-        Earlier pages of its chain leave with it, as many as the policy says, ``most`` pages in all. The caller has to
-        call ``finish`` afterwards.
+        The policy decides how many earlier pages of its chain are removed with it, up to ``most`` pages in all. The
+        caller has to call ``finish`` afterwards.
         """
         pages, pool = self.pages, extent.pool
         run = self._run(extent, frame, most) if most > 1 else None
@@ -136,7 +136,8 @@ class Departures:
         )
 
     def _leave_run(self, extent: Extent, frame: int, run: ChainRun) -> tuple[list[bytes], list[int]]:
-        """Remove the pages that the policy gives up. Return their keys and last uses, last page of the chain first."""
+        """Remove the pages that the policy gives up. Return their keys and last uses, with the last page of the chain
+        first."""
         last = extent.slot_base + frame
         keys = [run.keys[start : start + KEY_BYTES] for start in range(0, len(run.keys), KEY_BYTES)]
         tail = Tail(
@@ -149,9 +150,9 @@ class Departures:
         return keys[first:][::-1], run.used_ns[first:][::-1]
 
     def _before(self, extent: Extent, frame: int, key: bytes) -> Address | None:
-        """Return the page of ``key``, the parent of the page in ``frame``, if it is in the frame before.
+        """Return the page with key ``key``, the parent of the page in ``frame``, if it is in the preceding frame.
 
-        It usually is, and then the index need not be asked. Return None otherwise.
+        It usually is, and this saves an index lookup. Return None otherwise.
         """
         before = frame - 1
         if self.pages.moved or before < 0 or extent.state[before] != SEALED or not extent.children[before]:

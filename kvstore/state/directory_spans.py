@@ -1,7 +1,7 @@
 """Spans of stored pages (see ``model.prefix``): which span each sealed page of a tier is in.
 
-``Extent.span`` stores them, 8 bytes a page. No record does: a page is in its parent's span or begins a new one, so a
-start computes all spans from the chains.
+``Extent.span`` stores them, 8 bytes a page. Records do not have them: a page is in its parent's span or begins a new
+one, so all spans are computed from the chains at startup.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def spans_at(segment: Segment, addresses: Iterable[Address]) -> list[int]:
 def spans_after(
     segment: Segment, parent: Address | None, keys: list[bytes], position: int, pool: ClassPool
 ) -> list[int]:
-    """Return the spans of new consecutive pages after ``parent``, the first of them at ``position`` of its chain."""
+    """Return the spans of new consecutive pages after ``parent``. The first of them is at ``position`` in its chain."""
     if is_object_class(pool.frame_class):
         return [fingerprint(key) for key in keys]
     before = segment.extents[parent.extent].span[parent.frame] if parent is not None else 0
@@ -35,7 +35,7 @@ def spans_after(
 
 
 def find_spans(segment: Segment, links: Links) -> None:
-    """Compute the spans of all linked pages at a start, and store them."""
+    """At startup, compute and store the spans of all linked pages."""
     spans = spans_by_chain(segment, links)
     for number, extent in segment.extents.items():
         mine = links.extents == number

@@ -13,14 +13,14 @@ from kvstore.model.replica import Address, FrameClass, Tier
 from kvstore.state.interfaces import Rows
 
 ClassOf = Callable[[Address], FrameClass | None]
-"""The class of the frame at an address; None where there is no such frame."""
+"""A function that returns the class of the frame at an address, or None if there is no such frame."""
 
 
 class BaseEvent:
     """Base of all events.
 
     Attributes:
-        joins: the instructions of the event before are not performed yet; they are performed together with this one's.
+        joins: the previous event's instructions are not performed yet; they are performed together with this event's.
     """
 
     __slots__ = ()
@@ -52,7 +52,7 @@ class ConnectionLost(BaseEvent):
 
 @dataclass(slots=True)
 class SessionDead(BaseEvent):
-    """A client's session lock is free: its process has ended and cannot write any more."""
+    """A client's session lock is free: its process has ended and can no longer write."""
 
     now_ns: int
     session: int
@@ -65,8 +65,9 @@ class Grant(BaseEvent):
     Attributes:
         ahead: the frames are not needed now, so that only a small share of the class may be granted.
         anchor: key of the page that the new pages will follow. It is not evicted to make room for them.
-        since: neither is the last page that the session has sealed under a ``number`` from this one on; 0: no page.
-        root: root of the pages to come. Its tenant is charged with the frames now; if it is empty, at the seal.
+        since: the last page that the session sealed under this ``number`` or a later one is not evicted either; 0: no
+            such page.
+        root: root of the pages to come. Its tenant is charged for the frames now, or at the seal if ``root`` is empty.
     """
 
     now_ns: int
@@ -105,11 +106,13 @@ class SealGranted(BaseEvent):
 
     Attributes:
         rows: identity rows ``[n, ...]``.
-        continues: the pages continue a put whose first pages came before; they do not come from a later request.
-        replaces: for the head of an object, the head that it replaces; all zero: none. None: not an object.
+        continues: the pages continue a put whose first pages came earlier; they do not belong to a later request.
+        replaces: for the head of an object, the address of the head that it replaces (all zero if it replaces none).
+            None for pages that are not objects.
         hints: how long each page is worth keeping (``kvstore.model.retention``), or empty.
-        number: increasing number of what the session published, see ``Grant.since``; 0: sent, not published.
-        joins: only for published events: the event before was another of these, or one of ``mounts``.
+        number: an increasing number of the session's published events, see ``Grant.since``; 0 if the event was sent,
+            not published.
+        joins: set only for published events: the previous event was also published, or is an event of ``mounts``.
     """
 
     now_ns: int
@@ -130,7 +133,8 @@ class SealGranted(BaseEvent):
 class SealObjects(BaseEvent):
     """Whole objects of one root were written into granted frames: for each object its pieces, then its head.
 
-    ``rows`` are identity rows ``[n, ...]``. ``replaces`` has for each head the one that it replaces, or all zero.
+    ``rows`` are identity rows ``[n, ...]``. ``replaces`` has, for each head, the address of the head that it replaces,
+    or all zeros.
     """
 
     now_ns: int
@@ -188,7 +192,7 @@ class Revoke(BaseEvent):
     now_ns: int
     session: int
     addresses: list[Address]
-    shard: int | None = None  # give up only this shard of reserved pages; None: all shards of the session
+    shard: int | None = None  # the only shard of reserved pages to give up; None: all shards of the session
 
 
 @dataclass(slots=True)
@@ -245,7 +249,7 @@ class Stamped(BaseEvent):
 
 @dataclass(slots=True)
 class Evict(BaseEvent):
-    """Evict that many pages or bytes for an operator, coldest first."""
+    """Evict this number of pages or bytes for an operator, coldest first."""
 
     now_ns: int
     pages: int = 0
@@ -256,7 +260,8 @@ class Evict(BaseEvent):
 class EvictChosen(BaseEvent):
     """Evict these pages of one tier for an operator. The addresses come leaves first, children before their parents.
 
-    ``save``: of DRAM, evict only pages that the tier below has, or would not take; set the others aside to be saved.
+    ``save``: evict a page from DRAM only if the tier below has it or would not take it. Other pages are set aside to be
+    saved.
     """
 
     now_ns: int
@@ -270,7 +275,7 @@ class Demote(BaseEvent):
 
     Attributes:
         bytes_max: limit of the batch.
-        day_bytes_left: bytes that may still be written today, according to the writes that are counted as done.
+        day_bytes_left: how many bytes may still be written today, given the writes that are counted as done.
     """
 
     now_ns: int
@@ -281,10 +286,12 @@ class Demote(BaseEvent):
 
 @dataclass(slots=True)
 class SaveAll(BaseEvent):
-    """The first tier is about to be lost: decide what to save next of the pages that only it has, hottest chains first.
+    """The first tier is about to be lost: decide which of the pages that only it has to save next, hottest chains
+    first.
 
-    The reply's detail has the number of ``chains`` that are not fully looked at, the number of batches ``under_way``,
-    and whether a batch has ``begun`` now. Nothing is left to save once ``chains`` and ``under_way`` are 0.
+    The reply's detail has ``chains`` (number of chains that are not fully examined), ``under_way`` (number of
+    unfinished batches), and ``begun`` (whether a batch started now). Nothing is left to save once ``chains`` and
+    ``under_way`` are 0.
     """
 
     now_ns: int
@@ -298,7 +305,7 @@ class Saved(BaseEvent):
 
     Attributes:
         heads: ``[pages, 48]``, the identity heads (key, root, extra) of the pages that were written.
-        failed: by place in the batch, why a page was not written.
+        failed: place in the batch -> why that page was not written.
     """
 
     now_ns: int
@@ -309,7 +316,8 @@ class Saved(BaseEvent):
 
 @dataclass(slots=True)
 class Prefetch(BaseEvent):
-    """Load these pages of one chain, in order, into the tier above. ``hint``: they were only read, not requested."""
+    """Load these pages of one chain, in order, into the tier above. ``hint``: the pages were only read, no prefetch was
+    requested."""
 
     now_ns: int
     session: int
@@ -330,12 +338,12 @@ class Loaded(BaseEvent):
     number: int
     rows: Rows
     checksums: npt.NDArray[np.uint32]
-    failed: dict[int, str]  # by place in the batch, why a page was not loaded
+    failed: dict[int, str]  # place in the batch -> why that page was not loaded
 
 
 @dataclass(slots=True)
 class Carried(BaseEvent):
-    """A ``Carry`` was performed. Pages in ``failed`` are still at their old place, see ``Saved``."""
+    """A ``Carry`` was performed. Pages in ``failed`` (as in ``Saved``) are still at their old place."""
 
     now_ns: int
     number: int
@@ -353,7 +361,8 @@ class Erased(BaseEvent):
 
 @dataclass(slots=True)
 class Adopt(BaseEvent):
-    """A start has found these pages on disk, in frames that wait QUARANTINED; parents come before their children.
+    """The scan at startup found these pages on disk, in frames that are QUARANTINED. Parents come before their
+    children.
 
     ``heads`` are ``[pages, 48]``. The addresses have the generations under which the pages were written.
     """
@@ -393,12 +402,12 @@ class NameRoot(BaseEvent):
 
 @dataclass(slots=True)
 class Pin(BaseEvent):
-    """Keep those of these consecutive pages that are stored, from the first on, until ``until_ns``.
+    """Keep the stored leading pages of these consecutive pages until ``until_ns``.
 
     Attributes:
-        pin: requested number. If another pin has it, the next free one is used; 0: the next number of all.
+        pin: requested number. If another pin has it, the next free number is used. 0 requests the next new number.
         until_s: the deadline by the wall clock.
-        asked: last page of the original request, which names the pin; empty: the last of ``keys``.
+        asked: key of the last page of the original request, which names the pin. If empty, it is the last of ``keys``.
     """
 
     now_ns: int
@@ -412,9 +421,9 @@ class Pin(BaseEvent):
 
 @dataclass(slots=True)
 class RestorePins(BaseEvent):
-    """Restore the pins that an earlier daemon granted, under their numbers, at a start.
+    """At startup, restore the pins that an earlier daemon granted, under their numbers.
 
-    Pages that are not stored yet may be found by the scan of NVMe. The pins wait for them.
+    The scan of NVMe might find pages that are not known yet. The pins wait for them.
     """
 
     now_ns: int
@@ -423,7 +432,7 @@ class RestorePins(BaseEvent):
 
 @dataclass(slots=True)
 class Unpin(BaseEvent):
-    """End the pin with this number, or the one of that root and these pages."""
+    """End the pin with this number, or the pin that has this root and these pages."""
 
     now_ns: int
     pin: int = 0
@@ -443,7 +452,7 @@ class Mount(BaseEvent):
 
 @dataclass(slots=True)
 class RestoreMount(BaseEvent):
-    """A start has found the records of a segment whose engine is alive, and these pages in it."""
+    """At startup, the node found the records of a segment whose engine is alive, and these pages in it."""
 
     now_ns: int
     session: int
@@ -478,7 +487,7 @@ class Publish(BaseEvent):
 
 @dataclass(slots=True)
 class Retract(BaseEvent):
-    """The pages in these frames of a mounted segment may not be read any more."""
+    """The pages in these frames of a mounted segment must no longer be read."""
 
     now_ns: int
     session: int
@@ -498,10 +507,10 @@ class Unmount(BaseEvent):
 
 @dataclass(slots=True)
 class DevicesLate(BaseEvent):
-    """Exactly these positions of a tier are on devices that do not answer now.
+    """Exactly these positions of a tier are on devices that are not responding.
 
-    ``saves`` are positions with late writes, ``loads`` those with late reads. Other work goes on without them. Neither
-    list ever contains all devices that accept writes, or all that are read.
+    ``saves`` are the positions with late writes, ``loads`` those with late reads. Other work continues without them.
+    ``saves`` never covers all devices that accept writes, and ``loads`` never all devices that are read.
     """
 
     now_ns: int

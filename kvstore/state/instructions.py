@@ -60,7 +60,7 @@ class WriteReserved:
 
 @dataclass(slots=True)
 class WriteWriter:
-    """Record which session writes a shard of these reserved pages; 0: no session any more."""
+    """Record which session writes a shard of these reserved pages. 0 means that no session writes it any longer."""
 
     addresses: list[Address]
     shard: int
@@ -73,7 +73,7 @@ class WriteSealed:
 
     Attributes:
         standings: place in the chain and turns of each page, see ``replica.standing``.
-        rows: identity rows; None: the records have them since the reservation.
+        rows: identity rows; None if the records have had them since the reservation.
         cause: put, save, load, scan or through; for page events.
         spans: span of each page; for page events.
     """
@@ -99,7 +99,7 @@ class WriteShards:
 
 @dataclass(slots=True)
 class WriteState:
-    """Write this state with a new generation into records, so that no reader uses the old address any more."""
+    """Write this state with a new generation into records, so that readers no longer use the old address."""
 
     addresses: list[Address]
     state: FrameState
@@ -130,7 +130,7 @@ class Unpend:
 
 @dataclass(slots=True)
 class WriteLease:
-    """Write this lease deadline into records. It is the latest one over all leases of a frame."""
+    """Write this lease deadline into records. It is the latest deadline of all leases of a frame."""
 
     addresses: list[Address]
     until_ns: list[int]
@@ -163,7 +163,8 @@ class Move:
 class Copying:
     """One page that is copied between tiers.
 
-    ``state`` is that of its source. ``standing`` is 0 unless the page is not sealed at its source.
+    ``state`` is the state of the source frame. ``standing`` is set only if the page is not sealed there; otherwise it
+    is 0.
     """
 
     key: bytes
@@ -201,7 +202,7 @@ class Carry:
 class Erase:
     """Make the content of these frames of a lower tier durably unreadable, and report ``Erased``.
 
-    ``pages`` has the key, where known, and the address of each.
+    ``pages`` has the address of each, with the key of its former page if that is known.
     """
 
     number: int
@@ -249,7 +250,7 @@ class WritePin:
 
 @dataclass(slots=True)
 class WritePins:
-    """Replace all written pins by these. Either all of them are written, or nothing changes."""
+    """Replace all written pins with these. Either all of them are written, or nothing changes."""
 
     pins: list[WritePin]
 
@@ -263,7 +264,7 @@ class ErasePins:
 
 @dataclass(slots=True)
 class WriteQuarantine:
-    """Replace the list of positions that may not be carved, each with the sessions that may write there."""
+    """Replace the list of positions that must not be carved, each with the sessions that might write there."""
 
     held: dict[int, set[int]]
 
@@ -272,8 +273,8 @@ class WriteQuarantine:
 class ShowPages:
     """List these pages of mounted segments in the index.
 
-    All pages are of ``root``. An empty root means other replicas of keys that were listed before; these are not
-    reported as page events.
+    All pages belong to ``root``. If ``root`` is empty, the pages are other replicas of keys that were already listed,
+    and no page event is reported.
     """
 
     keys: list[bytes]
@@ -284,7 +285,7 @@ class ShowPages:
 
 @dataclass(slots=True)
 class WriteMounts:
-    """Record that ``count`` segments are mounted, and that extent numbers below ``next_extent`` were used."""
+    """Record the number of mounted segments, and that all extent numbers lower than ``next_extent`` were used."""
 
     count: int
     next_extent: int = 0
@@ -292,7 +293,7 @@ class WriteMounts:
 
 @dataclass(slots=True)
 class EndMount:
-    """Remove a segment's records. Readers that have them mapped miss from then on."""
+    """Remove a segment's records. From then on, every lookup by a process that still maps them is a miss."""
 
     segment: int
 
@@ -308,7 +309,7 @@ class CheckSession:
 class Reply:
     """Answer the event, after all instructions before this one were performed.
 
-    With ``Status.INVALID`` nothing was decided; ``detail`` has the ``field`` and the ``reason``.
+    ``Status.INVALID`` means that nothing was decided; ``detail`` then has the ``field`` and the ``reason``.
     """
 
     status: Status = Status.OK

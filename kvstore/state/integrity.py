@@ -121,7 +121,8 @@ def _frames(space: Space, snapshots: list[Snapshot]) -> list[str]:
 
 
 def _tables(state: NodeState) -> list[str]:
-    """Check that reserved and quarantined frames are the granted, pending and loading ones; none leased is free."""
+    """Check that exactly the granted, pending and loading frames are reserved or quarantined, and no leased frame is
+    free."""
     wrong: list[str] = []
     granted = [a for session in state.sessions.values() for a in session.granted]
     copied = state.tiering.copies.target_frames()
@@ -152,7 +153,7 @@ def _tables(state: NodeState) -> list[str]:
 
 
 def _tenants(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[str]:
-    """Check that bytes per tenant sum to the tier's, and that sealed pages count for the root of their record."""
+    """Check that the tenants' bytes sum to the tier's, and that each sealed page counts for the root in its record."""
     wrong: list[str] = []
     holdings, by_extent = space.pages.holdings, {snapshot.extent: snapshot for snapshot in snapshots}
     pages: Counter[int] = Counter()
@@ -191,7 +192,8 @@ def _tenants(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
 
 
 def _copies(state: NodeState, space: Space) -> list[str]:
-    """Check that reserved frames of a lower tier are those being copied into, and retiring ones those being erased."""
+    """Check that in a lower tier exactly the targets of copies are reserved, and exactly the frames being erased are
+    retiring."""
     copied = state.tiering.copies.target_frames()
     saving = [address for address in copied if address.extent in space.segment.extents]
     reserved = sum(extent.count(FrameState.RESERVED) for extent in space.segment.extents.values())
@@ -210,7 +212,8 @@ def _copies(state: NodeState, space: Space) -> list[str]:
 
 
 def _closure(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[str]:
-    """Check that parents are sealed, counts of children are true, and exactly pages without children can be evicted."""
+    """Check that parents are sealed, counts of children are correct, and exactly the pages without children can be
+    evicted."""
     wrong: list[str] = []
     links = prefix_links.link(snapshots) if snapshots else None
     if links is None:
@@ -237,7 +240,7 @@ def _closure(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
 
 
 def _spans(space: Space, links: prefix_links.Links) -> list[str]:
-    """Check that every page is in the span of its place in its chain."""
+    """Check that every page has the span that its place in its chain implies."""
     wrong: list[str] = []
     true_spans = spans_by_chain(space.segment, links)
     for number, extent in space.segment.extents.items():

@@ -43,11 +43,11 @@ class PageIndex(Protocol):
     """The index of sealed pages, as of the last performed instruction."""
 
     def find(self, key: bytes) -> Address | None:
-        """Return the address of the sealed page with that key; None if there is none."""
+        """Return the address of the sealed page with this key; None if there is none."""
         ...
 
     def absent(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these keys, from the front, have no entry."""
+        """Return how many leading keys have no entry."""
         ...
 
 
@@ -63,7 +63,7 @@ class RecordView(Protocol):
         ...
 
     def parent(self, extent: int, frame: int) -> bytes:
-        """Return the key of the page before; the root for page 0."""
+        """Return the key of the preceding page; for page 0, the root."""
         ...
 
     def root(self, extent: int, frame: int) -> bytes:
@@ -96,8 +96,8 @@ class TieringRules:
     """The rules by which a node uses a tier below its first one.
 
     Args:
-        demote_at: once this share of a class's frames above is in use, cold pages are saved ahead; 0: all pages are
-            saved at once.
+        demote_at: once this share of a class's frames in the upper tier is in use, cold pages are saved ahead of need.
+            With 0, all pages are saved at once.
         promote_after: number of reads after which a page is loaded into the tier above.
         admission: "all" saves every page that leaves the tier above, "reused" only pages of chains that a later
             request used.
@@ -115,8 +115,8 @@ class TierParts:
     """A tier of a node, as its state needs it.
 
     Attributes:
-        generation: lower than all generations that frames get from now on, and higher than all earlier ones.
-        rules: how pages get there from the tier above.
+        generation: a number between all earlier generations of frames and all later ones.
+        rules: how pages reach this tier from the upper tier.
     """
 
     segment: Segment

@@ -40,7 +40,7 @@ class LeaseTable:
         return set(self._frames)
 
     def add(self, name: LeaseName, addresses: list[Address], until_ns: int) -> list[int]:
-        """Take a lease, or add pages to one. Return each frame's latest deadline over all its leases."""
+        """Take a lease, or add pages to one. Return, for each frame, the latest deadline of all its leases."""
         lease = self.leases.get(name)
         if lease is None:
             self.leases[name] = GrantedLease(list(addresses), until_ns)
@@ -63,7 +63,7 @@ class LeaseTable:
         return max((self.leases[name].until_ns for name in self._frames.get((extent, frame), ())), default=0)
 
     def end(self, name: LeaseName) -> list[Address]:
-        """End a lease, and return the addresses that have no lease any more. Unknown names are ignored."""
+        """End a lease, and return the addresses that no longer have a lease. Unknown names are ignored."""
         lease = self.leases.pop(name, None)
         if lease is None:
             return []

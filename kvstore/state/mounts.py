@@ -2,8 +2,9 @@
 
 An engine mounts a segment, which is a number of frames of one class. It writes the segment's records itself, because
 its frames are reused at decode speed, and publishes what it has written (``shm.mounted``). For each frame the node
-keeps the generation, key, root and span that were published last. A page leaves when the engine retracts it, reuses its
-frame, or ends. Several engines may have the same page: the index names one replica, and another one when it leaves.
+keeps the generation, key, root and span that were published last. A page is removed when the engine retracts it, reuses
+its frame, or ends. Several engines may have the same page. The index names one replica. When that replica is removed,
+the index names another.
 
 The memory belongs to the engine, so its bytes are counted per tenant but not limited by quotas. An engine decides what
 it keeps, so this tier is not prefix-closed: a page may be here without its parent.
@@ -72,8 +73,8 @@ class Mounts:
     """All segments that are mounted at a node. Part of ``NodeState``.
 
     Attributes:
-        segments: by number. These are extent numbers, so that an address belongs to one tier.
-        counters: ``published_bytes``, and pages that left: ``evicted_reused`` and ``evicted_ended``.
+        segments: number -> segment. The numbers are extent numbers, so that each address belongs to one tier.
+        counters: ``published_bytes``, and the numbers of removed pages: ``evicted_reused`` and ``evicted_ended``.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Mounts:
         return [do.WriteMounts(len(self.segments), number + 1), do.Reply(detail={"segment": number})]
 
     def _restore(self, event: ev.RestoreMount) -> list[do.Instruction]:
-        """Restore a segment whose records a start has found. Whether its engine still lives is checked again."""
+        """Restore a segment whose records were found at startup. The check whether its engine is alive is repeated."""
         self._sessions.setdefault(event.session, ClientSession())
         self._numbers.skip(event.segment + 1)
         segment = MountedSegment(event.segment, event.session, event.frame_class, event.frames)
@@ -197,7 +198,7 @@ class Mounts:
         return [*out, do.Reply()]
 
     def end_session(self, session: int, out: list[do.Instruction]) -> None:
-        """End the segments of a dead engine: their pages cannot be read any more."""
+        """End the segments of a dead engine: their pages can no longer be read."""
         for segment in [one for one in self.segments.values() if one.session == session]:
             self._end(segment, out)
 
@@ -224,7 +225,7 @@ class Mounts:
     def _remove(self, segment: MountedSegment, frames: list[int], reason: str, out: list[do.Instruction]) -> None:
         """Remove the pages in these frames, and update the index."""
         self.counters[f"evicted_{reason}"] += len(frames)
-        removed: dict[bytes, tuple[bytes, int]] = {}  # root and span of keys whose listed replica leaves
+        removed: dict[bytes, tuple[bytes, int]] = {}  # root and span of keys whose listed replica is removed
         for frame in frames:
             key, owner, span = segment.key(frame), segment.owner[frame], segment.span[frame]
             segment.generation[frame] = 0
@@ -242,7 +243,8 @@ class Mounts:
             out.append(do.ShowPages([key for key, _ in moved], addresses))
 
     def _remove_replica(self, key: bytes, place: Place) -> bool:
-        """Remove one replica of a key. Return True if it was the listed one; another one is then listed, if any."""
+        """Remove one replica of a key. Return True if it was the listed one; another replica, if any, is then
+        listed."""
         others = self._unlisted.get(key, [])
         was_listed = self._listed[key] == place
         if not was_listed:

@@ -5,8 +5,8 @@ between neighbours (``tiering``). Free frames are in each tier's ``frames.Segmen
 ``writing.Writing``, leases in ``leases.LeaseTable``, and memory that engines mount in ``mounts``. Sealed pages are only
 in the index and the records, which are read through ``PageIndex`` and ``RecordView``.
 
-When a node is restarted with less DRAM, it gives back the positions beyond its new size (``Segment.limit``). No frame
-is granted there any more (``Extent.close``), and each tick one extent is emptied (``shrink``): its pages move into
+When a node is restarted with less DRAM, it gives back the positions beyond its new size (``Segment.limit``). Frames
+there are no longer granted (``Extent.close``), and each tick one extent is emptied (``shrink``): its pages move into
 other extents of their class, which evict their coldest pages if they are full. Leases, reservations and unfinished
 copies keep an extent in place; a later tick tries again.
 """
@@ -39,7 +39,7 @@ FREE, SEALED = FrameState.FREE, FrameState.SEALED
 
 
 def shrink(space: Space, out: list[do.Instruction]) -> None:
-    """Empty one extent beyond the bound, if possible. A decision moves at most one extent."""
+    """Empty one extent beyond the bound, if possible. A decision empties at most one extent."""
     beyond = [extent for extent in space.segment.extents.values() if extent.position >= space.segment.bound]
     fixed = space.pages.leases.extents() | space.extents_in_flight() if beyond else set()
     for extent in beyond:
@@ -149,7 +149,7 @@ class NodeState:
         return self._with_book(out) if self.tenants.book or self.pins.book else out
 
     def _with_book(self, out: list[do.Instruction]) -> list[do.Instruction]:
-        """Put the changes of names and pins first: the name of a root is written before its pages are."""
+        """Put the changes of names and pins first, so that a root's name is written before its pages."""
         book = self.tenants.book + self.pins.book
         self.tenants.book, self.pins.book = [], []
         return book + out
@@ -226,7 +226,8 @@ class NodeState:
         return out
 
     def _fit(self, event: ev.Grant, count: int, out: list[do.Instruction]) -> int:
-        """Return how many of these frames the tenant may fill. Ahead of need it gets a small share of its quota.
+        """Return how many of these frames the tenant may fill. Frames ahead of need are limited to a small share of its
+        quota.
 
         The tenant is that of the event's root, or else of the page that the new pages will follow.
         """
@@ -236,7 +237,7 @@ class NodeState:
             root = event.anchor
             if page is not None and not self.tenants.is_known(root):
                 root = self.space.pages.root_of(page)
-            if not self.tenants.is_known(root):  # the page has left: the tenant is not known before the seal
+            if not self.tenants.is_known(root):  # the page was evicted: the tenant is unknown before the seal
                 return count
         number = self.tenants.number(root)
         if event.ahead:

@@ -67,8 +67,8 @@ class Objects:
         """Seal the head of an object. ``event.replaces`` is the head that it replaces, if any.
 
         The status is OK, PRESENT (another head is stored), NO_SPACE (a page of another root has its key), NO_PARENT,
-        STALE or BUSY. BUSY: the replaced object is being copied or not erased yet, or it is not known yet which objects
-        lower tiers hold.
+        STALE or BUSY. BUSY: the replaced object is being copied or is not erased yet, or the scan has not yet found all
+        objects in lower tiers.
         """
         key, root = event.rows[0, KEY].tobytes(), event.rows[0, ROOT].tobytes()
         assert event.replaces is not None and len(event.rows) == 1
@@ -103,11 +103,11 @@ class Objects:
 
     @property
     def is_settled(self) -> bool:
-        """True while no object is being copied or erased, and it is known which objects lower tiers hold."""
+        """True while no object is being copied or erased, and the scan has found all objects in lower tiers."""
         return not self._is_scanning() and not self._copies.is_busy
 
     def absent(self, keys: list[bytes]) -> bool:
-        """Return True if no tier has a page of any of these keys."""
+        """Return True if no tier has a page with any of these keys."""
         return all(space.pages.absent(keys) == len(keys) for space in self._spaces)
 
     def sealed(self, event: ev.SealGranted, reply: do.Reply) -> None:
@@ -121,7 +121,7 @@ class Objects:
             self._loose[event.rows[last, KEY].tobytes()] = event.session
 
     def end_session(self, session: int, out: list[do.Instruction]) -> None:
-        """Drop the pieces of an ended session whose heads are missing: they are of no use."""
+        """Drop the pieces of an ended session whose heads were not stored: such pieces cannot be used."""
         for key in [key for key, owner in self._loose.items() if owner == session]:
             del self._loose[key]
             if self.find(key) is not None and not self._is_moving(key):  # else they leave when they are cold
@@ -157,15 +157,15 @@ class Objects:
     def _is_object_page(space: Space, address: Address) -> bool:
         """Return True for a head or a piece.
 
-        Pages of a prompt may have the same class. Their field is a digest or zeros, and begins with one of the tags as
-        rarely as a forged one.
+        Pages of a prompt may have the same class. Their ``extra`` field is a digest or zeros, which practically never
+        begins with one of the tags.
         """
         tag = space.pages.records.extra(address.extent, address.frame)[: len(HEAD_TAG)]
         frame_class = space.segment.extents[address.extent].pool.frame_class
         return tag in (HEAD_TAG, PIECE_TAG) and is_object_class(frame_class)
 
     def find(self, key: bytes) -> Address | None:
-        """Return the page of that key in the fastest tier that has it; None if no tier has it."""
+        """Return the page with this key in the fastest tier that has it; None if no tier has it."""
         return next(filter(None, (space.pages.find(key) for space in self._spaces)), None)
 
     def _space_of(self, address: Address) -> Space:
@@ -173,7 +173,7 @@ class Objects:
         return next((space for space in lower if address.extent in space.segment.extents), first)
 
     def _is_scanning(self) -> bool:
-        """Return True while it is not known which objects lower tiers hold: a deleted one could be found later."""
+        """Return True while the scan may still find objects in lower tiers: a deleted object could be among them."""
         if self._scanning:
             self._scanning = any(
                 is_object_class(extent.pool.frame_class) and extent.count(FrameState.QUARANTINED)
@@ -194,7 +194,7 @@ class Objects:
         return keys
 
     def _is_moving(self, key: bytes) -> bool:
-        """Return True if a page of this object is being copied, or a former page of its key is not erased yet."""
+        """Return True if a page of this object is being copied, or an earlier page with its key is not erased yet."""
         if not self._copies.is_busy:
             return False
         keys = {one for space in self._spaces for one in self._chain(space, key)}
@@ -230,7 +230,7 @@ _ALONE = standings_of(0, 0, 1)
 _HEAD, _PIECE = np.frombuffer(HEAD_TAG + PIECE_TAG, np.uint64).tolist()
 _TAG = slice(EXTRA.start, EXTRA.start + len(HEAD_TAG))
 Span = tuple[int, int]
-"""Places of an object's pages in a request: the first page, and the one after the head."""
+"""The range of an object's pages in a request: the place of the first page, and the place after the head."""
 
 
 class ObjectBatches:
@@ -245,7 +245,7 @@ class ObjectBatches:
     def seal(self, event: ev.SealObjects) -> list[do.Instruction]:
         """Handle ``events.SealObjects``.
 
-        The reply has the status of its object for each page: as in ``Objects.seal``, or OVER_QUOTA.
+        The reply has, for each page, the status of its object: as in ``Objects.seal``, or OVER_QUOTA.
         """
         keys, spans = keys_of(event.rows), _spans(event)
         root = event.rows[0, ROOT].tobytes()
@@ -290,7 +290,7 @@ class ObjectBatches:
             if status == Status.OK and not (all_granted or granted.issuperset(event.addresses[start:stop])):
                 status = Status.STALE
             if status == Status.OK and not new and not self._objects.absent(keys[start : stop - 1]):
-                status = Status.STALE  # an earlier request has sealed these pages, and its head has left
+                status = Status.STALE  # an earlier request has sealed these pages, and its head was removed
             statuses.append(status)
         return statuses
 

@@ -52,7 +52,7 @@ class ChosenEviction:
         space.departures.finish(leaving, "request", out)
 
     def _reason_to_stay(self, space: Space, address: Address, save: bool) -> str:
-        """Return why a page may not leave now, or "". A page that has to be saved first is set aside for that."""
+        """Return why a page has to stay now, or "". A page that must be saved first is set aside for that."""
         if not space.pages.sealed(address):
             return CHANGED
         extent = space.segment.extents[address.extent]

@@ -7,8 +7,8 @@ All pins of a tier together may keep a share of it, and the pins of one tenant a
 pins counts once. A pin keeps and counts those of its requested pages that are stored. It is named by the last
 requested page, so that a second request, when more pages are stored, moves its deadline and its end.
 
-While NVMe is scanned after a start, a pin is restored with all its pages, stored or not, and pages that the scan finds
-are kept from then on. When the scan has ended, the pin keeps the pages that are stored, like any other pin.
+While NVMe is scanned after startup, a pin is restored with all its pages, stored or not, and keeps each page once the
+scan has found it. When the scan has ended, the pin keeps the pages that are stored, like any other pin.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PINS_MAX = 1024
 TENANT_PINS_MAX = 256
 KEYS_MAX = 65536  # pages of all pins together
 TENANT_KEYS_MAX = KEYS_MAX // 2
-TENANT_SHARE = 0.75  # one tenant's pins may keep this share of what all pins may keep of a tier
+TENANT_SHARE = 0.75  # limit of one tenant's pins in a tier, as a share of the limit of all pins
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class PinnedChain:
     """The pages of a pin: consecutive pages from the start of a chain.
 
     Attributes:
-        keys: their keys. During the scan after a start these may be more than the stored pages.
+        keys: the pages' keys. During the scan after startup, some of these pages might not be stored.
         asked: the last requested page.
         salt: the tenant that the pin counts for: the root's tenant when it was pinned.
         until_s: the deadline by the wall clock, for people.
@@ -164,7 +164,8 @@ class Pins:
         return pin
 
     def _measure(self, pin: PinnedChain) -> None:
-        """Find how many pages of a pin each tier has. A tier keeps pages if it has more than those above."""
+        """Find how many pages of a pin each tier has. A tier keeps pages if it has more of them than every upper
+        tier."""
         pin.lengths.clear()
         for tier, space in self.spaces.items():
             length = self._stored(space, pin.keys, pin.root)
@@ -175,7 +176,7 @@ class Pins:
                 pin.lengths[tier] = length
 
     def _refusal(self, pin: PinnedChain, same: int) -> str:
-        """Return why there can be no such pin, or "". ``same``: number of the pin that it would replace, or 0."""
+        """Return why the pin must be refused, or "". ``same``: number of the pin that it would replace, or 0."""
         if not self._starts_chain(pin):
             return "do not begin with the first page of their chain: what is before them would be kept and not counted"
         usage = self._usage.get(pin.salt, PinUsage())
@@ -266,7 +267,8 @@ class Pins:
 
     @staticmethod
     def _stored(space: Space, keys: list[bytes], root: bytes) -> int:
-        """Return how many leading pages of this root the tier has. By closure it has all pages before one it has."""
+        """Return how many leading pages of this root the tier has. By prefix closure, a tier that has a page has all
+        pages before it."""
 
         def has(length: int) -> bool:
             page = space.pages.find(keys[length - 1])

@@ -1,7 +1,7 @@
 """Prefix links over all records at once: the parent of each page, and the descendants of dropped pages.
 
-The work is vectorised over all records and takes a few hundred milliseconds for a million pages. It is for starts and
-damage, not for puts.
+The work is vectorised over all records and takes a few hundred milliseconds for a million pages. It is meant for
+startup and damage, not for puts.
 """
 
 from __future__ import annotations

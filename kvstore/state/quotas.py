@@ -49,7 +49,7 @@ class Quotas:
         Args:
             number: number of the root.
             anchor: key of the page that the new pages will follow; it stays.
-            used_ms: last use of the new pages, if that is not now; pages used later do not leave for them.
+            used_ms: last use of the new pages, if that is not now. Pages used later are not evicted for them.
         """
         pages, departures, share = self.pages, self.departures, self.pages.holdings.roots[number].share
         if share.quota is None:
@@ -77,9 +77,9 @@ class Quotas:
         return self.pages.holdings.roots[owner].share is share
 
     def spare(self, number: int, frame_class: FrameClass, count: int, part: int) -> int:
-        """Return how many of ``count`` pages a tenant may expect ahead of need, while nothing leaves for them.
+        """Return how many of ``count`` frames a tenant may get ahead of need. No page is evicted for them.
 
-        At most one ``part`` of its quota may be expected bytes.
+        Expected bytes are limited to one part in ``part`` of the tenant's quota.
         """
         share = self.pages.holdings.roots[number].share
         if share.quota is None:
@@ -97,9 +97,9 @@ class Quotas:
     ) -> int:
         """Return how many of these pages of the request the tenant of root ``number`` may store.
 
-        Pages in frames that the tenant is charged with already are admitted, and others as far as its quota allows.
-        Published pages are all admitted, because a refusal would not reach their writer. Pages beyond the quota leave
-        step by step (``trim``).
+        Pages in frames that the tenant is already charged for are admitted; other pages are admitted as far as its
+        quota allows. Published pages are all admitted, because a refusal would not reach their writer. Pages beyond the
+        quota leave step by step (``trim``).
         """
         roots, extents = self.pages.holdings.roots, self.pages.segment.extents
         share = roots[number].share
@@ -124,7 +124,8 @@ class Quotas:
                 self._shrink(share, excess, out, TRIM_LOOKS)
 
     def _scan(self, share: Share) -> None:
-        """List all leaves of a tenant. Needed after a start, damage, or a late name of one of its roots."""
+        """List all leaves of a tenant. This is needed after startup, after damage, or if one of its roots was named
+        late."""
         pages = self.pages
         numbers = [number for number, account in enumerate(pages.holdings.roots) if account.share is share]
         share.leaves = {}
@@ -136,9 +137,9 @@ class Quotas:
         share.has_all_leaves = True
 
     def _next(self, share: Share, passed: set[int]) -> int | None:
-        """Return the hint whose coldest page is to leave next, or None. Hints in ``passed`` are left out.
+        """Return the hint whose coldest page should leave next, or None. Skip the hints in ``passed``.
 
-        That is the page with the longest weighted time since its last use.
+        The chosen page has the longest weighted time since its last use.
         """
         now_ms = self.pages.now_ns // 1_000_000
 
@@ -158,7 +159,7 @@ class Quotas:
     ) -> None:
         """Evict up to ``size`` bytes of a tenant's own coldest pages.
 
-        ``looks``: look at no more than this many pages. ``before_ms``: only evict pages last used before then.
+        ``looks``: maximum number of pages to look at. ``before_ms``: only evict pages last used before then.
         """
         pages, departures = self.pages, self.departures
         if not share.has_all_leaves:

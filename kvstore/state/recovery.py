@@ -1,12 +1,12 @@
 """Recovery: rebuild a ``NodeState`` from the records, after the daemon died at any point.
 
-Kept are sealed pages whose ancestors are all sealed, reservations and granted frames of sessions that may still be
-alive, and leases until their deadlines. Dropped are pages whose record fails its checksum, second copies of a key (an
-interrupted move), and all descendants of dropped pages. Nothing is trusted that a generation or a checksum contradicts.
+Recovery keeps sealed pages whose ancestors are all sealed, reservations and granted frames of sessions that may still
+be alive, and leases until their deadlines. It drops pages whose record fails its checksum, second copies of a key (an
+interrupted move), and all descendants of dropped pages. It trusts nothing that a generation or a checksum contradicts.
 
-No checksum covers a record's state word or its writers. A running daemon has better knowledge of both; one that starts
-has nothing else. So a frame may look free, or sealed with a damaged body, and still name a session that is alive. Such
-a frame is quarantined for that session. Frames that became free name no session (``ExtentTable.forget_writers``).
+No checksum covers a record's state word or its writers. A running daemon has better knowledge of both; at startup,
+there is nothing else. So a frame may look free, or sealed with a damaged body, and still name a session that is alive.
+Such a frame is quarantined for that session. Frames that became free name no session (``ExtentTable.forget_writers``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(slots=True)
 class StoredExtent:
-    """The tables of one extent as a start finds them; all arrays ``[frames]``, ``writers`` ``[frames, SHARDS_MAX]``.
+    """The tables of one extent as they are at startup. All arrays are ``[frames]``, except ``writers``: ``[frames,
+    SHARDS_MAX]``.
 
     On NVMe ``groups`` and ``writers`` are empty: only the daemon writes there.
     """
@@ -75,7 +76,8 @@ def quarantine_doubtful(extents: list[StoredExtent], living: Collection[int], ou
 
 
 def living_writer(recorded: int, living: Collection[int]) -> int:
-    """Return the session that a record names; if it is not alive, a living one that differs in one byte, if any."""
+    """Return the session that a record names. If it is not alive, return a living session whose number differs in one
+    byte, if any."""
     if not recorded or recorded in living:
         return recorded
     return next((session for session in living if _is_one_byte(session ^ recorded)), recorded)

@@ -1,6 +1,6 @@
 """Space: the frames of one tier. It takes frames for new pages, and makes room by evicting and by moving pages.
 
-Only a page without children may leave. The first line is for a tier with none below it, the others for one with::
+Only a page without children may leave. The first line is for the lowest tier, the others are for all other tiers::
 
     policy ──coldest──────────────────────────────────────────────> evicted
     policy ──coldest──> ready (saved, or not worth saving) ────────> evicted from this tier
@@ -23,19 +23,19 @@ from kvstore.state.quotas import Quotas
 from kvstore.state.tier_pages import SEALED, TierPages
 
 EVICT_STEP = 16  # pages to evict from the coldest class before the classes are compared again
-SPARE_SHARE = 256  # an eviction may free one frame in this many, in addition to the missing ones
-CLOSED_MAX = 1024  # pages on failed devices that may leave in addition to those that make room
-UNSAVED_MAX = 1024  # cold leaves of a class that may wait for their save at a time
+SPARE_SHARE = 256  # an eviction may free one frame in this many, in addition to the frames that were missing
+CLOSED_MAX = 1024  # how many pages on failed devices may leave in addition to those that make room
+UNSAVED_MAX = 1024  # how many cold leaves of a class may wait for their save at a time
 
 
 class ExtentEmptier(Protocol):
     """A part that empties extents whose pages cannot be moved within one decision."""
 
     taker: ClassPool | None
-    """The class that gets the extent that is being emptied; None if no extent is."""
+    """The class that will get the extent that is being emptied; None if no extent is being emptied."""
 
     def start(self, extent: Extent, taker: ClassPool, out: list[do.Instruction]) -> None:
-        """Start to empty this extent. It is dropped once it is empty."""
+        """Start emptying this extent. It is dropped once it is empty."""
         ...
 
 
@@ -46,9 +46,9 @@ class Space:
         pages: what the frames hold.
         departures: how pages leave.
         quotas: what tenants may add.
-        emptier: empties extents of a tier whose pages take long to move; None: pages move within a decision.
+        emptier: empties extents of a tier whose pages take long to move. None if pages move within a decision.
         extents_in_flight: returns the extents whose pages must keep their addresses now.
-        late: some devices do not answer now; their free frames can be used once they answer again.
+        late: some devices are not responding; their free frames can be used once they respond again.
     """
 
     def __init__(self, pages: TierPages) -> None:
@@ -70,7 +70,8 @@ class Space:
     # --- taking -----------------------------------------------------------------------------------------------------
 
     def take(self, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
-        """Take up to ``count`` frames, RESERVED under new generations: free ones, a new extent's, or evicted ones."""
+        """Take up to ``count`` frames, RESERVED under new generations: free frames, frames of a new extent, or frames
+        of evicted pages."""
         pool.used_ns = self.pages.now_ns
         if pool.frames_per_extent == 0:
             return []
@@ -108,7 +109,7 @@ class Space:
             self.pages.unhold(page)
 
     def extents_needed(self, pool: ClassPool, count: int) -> int:
-        """Return how many extents ``take`` may have to carve now for ``count`` frames."""
+        """Return how many extents ``take`` might have to carve now to get ``count`` frames."""
         short = count - pool.free
         if short <= 0 or pool.frames_per_extent == 0:
             return 0
@@ -180,7 +181,8 @@ class Space:
         return min(min(times_ms) * 1_000_000, self.pages.now_ns) if times_ms else None
 
     def evict(self, pages: int, size: int, out: list[do.Instruction]) -> tuple[int, int]:
-        """Evict that many pages, or bytes, for an operator, coldest class first. Return the evicted (pages, bytes)."""
+        """Evict this number of pages or bytes for an operator, coldest class first. Return how much was evicted:
+        (pages, bytes)."""
         evicted_pages = evicted_bytes = 0
         pools = list(self.segment.pools.values())
         while evicted_pages < pages or evicted_bytes < size:
@@ -200,12 +202,12 @@ class Space:
     def _evict_from(self, pool: ClassPool, count: int, reason: str, out: list[do.Instruction], spare: int = 0) -> int:
         """Evict up to ``count`` pages without children, in the policy's order. Return how many frames are free then.
 
-        Leased pages are passed over once each. Up to ``spare`` more pages leave if the end of a chain would be cut
-        otherwise: pages in consecutive frames stay together.
+        Each leased page is passed over once. Up to ``spare`` more pages leave if otherwise the end of a chain would be
+        cut, so that pages in consecutive frames stay together.
 
         Pages on a device that accepts no more writes leave in their turn, at most ``CLOSED_MAX`` of them, but make no
-        room. Pages on a device that does not answer now are passed over, as many at most: they make no room before it
-        answers. If no other device accepts writes, no page leaves.
+        room. Pages on a device that is not responding are passed over (also at most ``CLOSED_MAX``): they make no room
+        until the device responds. If no other device accepts writes, no page leaves.
         """
         if self.late and all(extent.closed or extent.late for extent in pool.extents.values()):
             return 0
@@ -237,7 +239,7 @@ class Space:
     def _next_to_leave(self, pool: ClassPool, unsaved_max: int) -> int | None:
         """Take the next page that may leave at once out of the policy, or return None if there is none.
 
-        Colder pages that have to be saved first are set aside on the way, until ``unsaved_max`` are.
+        Colder pages that have to be saved first are set aside on the way, until ``unsaved_max`` pages are waiting.
         """
         while pool.ready:
             slot, aside_ms = next(iter(pool.ready.items()))
@@ -270,7 +272,7 @@ class Space:
         return slot
 
     def reconsider(self, keys: set[bytes]) -> None:
-        """Offer the ready pages of these keys to the policy again: the tier below has lost their copies."""
+        """Offer the ready pages with these keys to the policy again: the tier below has lost their copies."""
         for pool in self.segment.pools.values():
             for slot in list(pool.ready):
                 extent, frame = pool.locate(slot)

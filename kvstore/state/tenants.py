@@ -3,7 +3,8 @@
 A tenant is a salt. Pages carry only their root; clients name the salt of a root once. So bytes are counted per root,
 under a small number that each frame stores (``Extent.owner``), and summed per tenant: naming a root moves all its bytes
 at once. Pages of a root without a name belong to the tenant "". Names end with a reboot, pages on NVMe do not. So pages
-that a start finds under a root without a name are *unclaimed* until a client names it: no quota counts them.
+that are found at startup under a root without a name are *unclaimed* until a client names the root: no quota counts
+them.
 
 A frame that is RESERVED for a page of a root counts as *expected* bytes until the page is sealed or given up. A quota
 limits stored and expected bytes together::
@@ -121,7 +122,8 @@ class Names:
         """Remove names until the table is within its bound. Return how many were removed.
 
         Args:
-            has_no_pages: says whether a root has no pages. Such names are removed first, if among the oldest.
+            has_no_pages: returns True if a root has no pages. If such roots are among the oldest, their names are
+                removed first.
             spare: the root that was added last. Its name is removed only if nothing else is left.
         """
         if self.bytes <= self.bytes_max:
@@ -139,7 +141,8 @@ class Names:
 
 
 def _oldest(roots: OrderedDict[bytes, None], has_no_pages: Callable[[bytes], bool], spare: bytes) -> bytes:
-    """Return the root whose name to remove: the first of the oldest without pages, or else the last one checked."""
+    """Return the root whose name to remove: the first one without pages among the oldest, or else the last one
+    checked."""
     root = spare
     for _ in range(LOOKS):
         root = next(iter(roots))
@@ -150,7 +153,7 @@ def _oldest(roots: OrderedDict[bytes, None], has_no_pages: Callable[[bytes], boo
 
 
 def _level(sizes: list[int], goal: int) -> int:
-    """Return the size to which each of ``sizes`` (largest first) is limited so that all together have ``goal``."""
+    """Return the limit of each of ``sizes`` (largest first) that makes their sum ``goal``."""
     rest = sum(sizes)
     for count, size in enumerate(sizes, 1):
         rest -= size
@@ -167,7 +170,7 @@ OTHER_TENANTS = "*"
 
 
 class TenantQuota(Protocol):
-    """The bytes that a tenant may have in each tier; None: no limit."""
+    """How many bytes a tenant may have in each tier; None means no limit."""
 
     @property
     def salt(self) -> str:
@@ -196,10 +199,10 @@ class Share:
     Attributes:
         salt: the tenant; None for unclaimed pages.
         roots: number of roots that count here. The share is removed with the last one.
-        evicted: pages that left to stay within the quota.
-        refused: pages that the quota refused.
-        leaves: by hint, a heap of the pages without children; some entries are outdated.
-        has_all_leaves: no page without children is missing in ``leaves``.
+        evicted: number of pages that were evicted to stay within the quota.
+        refused: number of pages that the quota refused.
+        leaves: hint -> heap of the pages without children; some entries are outdated.
+        has_all_leaves: True if ``leaves`` lists every page without children.
     """
 
     salt: str | None
@@ -251,7 +254,7 @@ class TierAccounts:
         return share
 
     def enter(self, number: int, root: bytes, salt: str | None) -> None:
-        """Open an account for a root under this number, which is new or was given up."""
+        """Open an account for a root under this number. The number is new, or its former root gave it up."""
         share = self.share(salt)
         share.roots += 1
         if number < len(self.roots):
@@ -308,7 +311,8 @@ class TierAccounts:
         self.suspect = self.limited
 
     def forget_leaves(self) -> None:
-        """Drop the lists of pages without children, because pages have lost or gained children unnoticed."""
+        """Drop the lists of pages without children, because they no longer match: pages have lost or gained
+        children."""
         for share in self.shares.values():
             share.leaves.clear()
             share.has_all_leaves = False
@@ -340,9 +344,9 @@ class Tenants:
         self._free_numbers: list[int] = []
 
     def number(self, root: bytes, restored: bool = False) -> int:
-        """Return the number that frames store for this root. To be called when a page is stored under it, or will be.
+        """Return the number that frames store for this root. Call this when a page is or will be stored under the root.
 
-        ``restored``: a start has found the page; no client stores it now.
+        ``restored``: the page was found at startup; no client is storing it.
         """
         name = self.spoken.remove(root)
         if name is not None:
@@ -448,9 +452,9 @@ class Tenants:
                     holdings.leave(number)
 
     def stats(self, salts: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
-        """Return by salt and tier: pages, bytes, quota_bytes (None: no limit), evicted_quota and refused (pages).
+        """Return pages, bytes, quota_bytes (None: no limit), evicted_quota and refused (pages), by salt and tier.
 
-        ``salts``: only these tenants; None: all.
+        ``salts``: the tenants to include; None means all.
         """
         stats: dict[str, dict[str, Any]] = {}
         for tier, holdings in self.holdings.items():

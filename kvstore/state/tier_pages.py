@@ -46,14 +46,15 @@ Erasing = Callable[[list[tuple[bytes, Address]], list[do.Instruction]], None]
 
 @dataclass(slots=True)
 class Vacated:
-    """Frames without a page, under new generations: ``free`` ones, and ones ``to_erase`` first (with keys)."""
+    """Frames without a page, under new generations: ``free`` frames, and frames ``to_erase`` before reuse (with
+    keys)."""
 
     free: list[Address] = field(default_factory=list)
     to_erase: list[tuple[bytes, Address]] = field(default_factory=list)
 
 
 class Leaving(NamedTuple):
-    """Pages that leave by one decision.
+    """The pages that one decision removes.
 
     ``copies`` are their copies in the tier below, with the last use that they inherit.
     """
@@ -71,7 +72,8 @@ _SEALED = int(SEALED)  # a plain number, because every page of a put stores it
 
 
 def standings_of(position: int, turns: int, count: int, hints: bytes = b"") -> list[int]:
-    """Return the ``standing`` of ``count`` pages from ``position`` on. ``hints`` has one per page, or is empty."""
+    """Return the ``standing`` of ``count`` pages starting at ``position``. ``hints`` has one hint per page, or is
+    empty."""
     if hints:
         return [standing(position + i, turns, hints[i]) for i in range(count)]
     first, last = standing(position, turns), standing(position + count, turns)
@@ -86,8 +88,8 @@ LEAVES_SPARE = 64  # a tenant's heap may have this many outdated entries, in add
 class TenantLeaves:
     """The pages without children of each tenant with a quota, in ``Share.leaves``. Part of ``TierPages``.
 
-    They leave first when the tenant stores new pages. A list may still name pages that have left or have children
-    again; ``has`` is False for these.
+    They leave first when the tenant stores new pages. A list may still name pages that were removed or have gained
+    children; ``has`` is False for these.
     """
 
     def __init__(self, segment: Segment, holdings: TierAccounts) -> None:
@@ -161,22 +163,22 @@ class TierPages:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def find(self, key: bytes) -> Address | None:
-        """Return the sealed page of that key, including decisions of this event."""
+        """Return the sealed page with this key, including decisions of this event."""
         address = self.fresh.get(key)
         if address is None:
             address = self.index.find(key)
         return address if address is not None and self.sealed(address) else None
 
     def find_in(self, root: bytes, key: bytes) -> Address | None:
-        """Return the sealed page of that key under that root. A key can be forged, so the root is compared."""
+        """Return the sealed page with this key under this root. A key can be forged, so the root is compared."""
         address = self.find(key)
         return address if address is not None and self.root_of(address) == root else None
 
     def leading(self, root: bytes, parent: bytes, keys: list[bytes]) -> tuple[int, Address | None]:
         """Return how many leading ``keys`` are stored under that root, and the page that the next one follows.
 
-        That is the last stored page, or the page of key ``parent`` if none of ``keys`` is stored. It is None if that
-        page is absent too, or if the chain begins at the root.
+        That page is the last stored one, or the page with key ``parent`` if none of ``keys`` is stored. It is None if
+        that page is absent too, or if the chain begins at the root.
         """
         count, last = 0, self.find_in(root, parent) if parent != root else None
         while count < len(keys) and (page := self.find_in(root, keys[count])) is not None:
@@ -270,7 +272,8 @@ class TierPages:
             self.hold(parent)
 
     def expect(self, addresses: list[Address], number: int) -> None:
-        """Charge these frames to root ``number``: its pages will be sealed there, unless the frames are freed."""
+        """Charge these frames to the root with this number: its pages will be sealed there, unless the frames are
+        freed."""
         for address in addresses:
             extent = self.segment.extents[address.extent]
             size, before = extent.pool.frame_class.frame_bytes, extent.owner[address.frame]
@@ -282,7 +285,7 @@ class TierPages:
     def seal_chain(
         self, addresses: list[Address], spans: list[int], parent: Address | None, page: Page, root: int
     ) -> None:
-        """Seal consecutive pages of one chain of root number ``root``. The last one is ``page``, and can be evicted.
+        """Seal consecutive pages of one chain under root number ``root``. The last one is ``page``, and can be evicted.
 
         Later lookups of this event do not find them, see ``show``.
         """
@@ -341,7 +344,7 @@ class TierPages:
     def unhold(self, address: Address, saved_ms: int | None = None) -> None:
         """End one hold. Without any other hold the page may be evicted, in the order of its own last use.
 
-        ``saved_ms``: last use of a page that was about to leave when it was held, and is saved now.
+        ``saved_ms``: last use of the page, if it was about to leave when it was held and is now saved.
         """
         extent = self.segment.extents[address.extent]
         extent.children[address.frame] -= 1
@@ -461,7 +464,7 @@ class TierPages:
         self.segment.extents[address.extent].state[address.frame] = state
 
     def quarantine(self, address: Address) -> None:
-        """Quarantine a sealed page that a start has found, until its parent is found and the page is adopted."""
+        """Quarantine a sealed page that was found at startup, until its parent is found and the page is adopted."""
         extent = self.segment.extents[address.extent]
         extent.sealed -= 1
         extent.state[address.frame] = QUARANTINED
@@ -544,7 +547,7 @@ class TierPages:
             out.append(do.WriteState(retiring, RETIRING))
 
     def recount(self, held: list[Address]) -> prefix_links.Links:
-        """Count children and list evictable pages from the records: at a start, and after damage."""
+        """Count children and list evictable pages from the records: at startup, and after damage."""
         self.holdings.forget_leaves()
         snapshots = self.records.snapshots()
         for snapshot in snapshots:  # the records do not have the decisions of this event yet
@@ -565,7 +568,8 @@ class TierPages:
         return links
 
     def _relist(self, addresses: list[Address]) -> None:
-        """Offer exactly the pages without children for eviction, those not listed yet by their last use."""
+        """Offer exactly the pages without children for eviction. Pages that are not listed yet are added by their last
+        use."""
         unlisted = []
         for address in addresses:
             extent = self.segment.extents[address.extent]

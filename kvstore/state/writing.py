@@ -47,7 +47,7 @@ class Pending:
     """A reserved page.
 
     Attributes:
-        at_root: the page starts a chain: ``parent`` is its root.
+        at_root: the page starts a chain, so ``parent`` is its root.
         group: number of the write group.
         shards: number of shards in the write group.
         until_ns: the deadline for the seal.
@@ -148,7 +148,7 @@ class WriteThroughBase:
     """Pages whose parent is only in the second tier. These are the answers of a node with one tier."""
 
     def has(self, root: bytes, key: bytes) -> bool:
-        """Return True if the second tier has that page."""
+        """Return True if the second tier has this page."""
         return False
 
     def can_extend(self, root: bytes, key: bytes) -> bool:
@@ -163,7 +163,7 @@ class WriteThroughBase:
         return count
 
     def take_for_put(self, anchor: bytes, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
-        """Take up to ``count`` frames for a put that goes on after ``anchor`` and found none in the first tier."""
+        """Take up to ``count`` frames for a put that continues after ``anchor`` and got no frame in the first tier."""
         return []
 
     def take_for_reservation(
@@ -173,7 +173,7 @@ class WriteThroughBase:
 
         Args:
             owner: number of the root.
-            taken: frames that the first tier could give, fewer than ``count``.
+            taken: the frames that the first tier gave, fewer than ``count``.
         """
         return taken
 
@@ -186,7 +186,7 @@ class WriteThroughBase:
     def accept(self, page: Pending) -> bool:
         """Choose a complete page without a parent in this tier to be written through; return False if it cannot be.
 
-        The caller has to call ``start`` after a series of these.
+        After a series of these calls, the caller has to call ``start``.
         """
         return False
 
@@ -201,7 +201,7 @@ class WriteThroughBase:
         """Try again to save pages for which the second tier had no space."""
 
     def saved(self, event: ev.Saved) -> list[do.Instruction]:
-        """Handle ``events.Saved`` for pages whose save ``start`` has begun."""
+        """Handle ``events.Saved`` for the saves that ``start`` started."""
         raise AssertionError("a node with one tier writes no page through")
 
 
@@ -267,7 +267,7 @@ class Writing:
         parent_ok = event.parent == root or self._has_parent(root, event.parent, event.group)
         is_through = not parent_ok and not is_object_class(event.frame_class)
         parent_ok = parent_ok or (is_through and self.write_through.can_extend(root, event.parent))
-        is_absent = False  # from the first page on that is not stored
+        is_absent = False  # True from the first page that is not stored
         for i, key in enumerate(keys):
             stored = None if is_absent else self.space.pages.find(key)
             pending = self.pending.find(root, key, event.group) if stored is None else None
@@ -418,7 +418,7 @@ class Writing:
         self._remove(page, out)
 
     def stored_below(self, page: Pending, out: list[do.Instruction]) -> None:
-        """Free the frame of a page that is now on NVMe only, and doom other complete copies of it."""
+        """Free the frame of a page that is now only on NVMe, and doom other complete copies of it."""
         self._remove(page, out)
         self.space.pages.free([page.address], out)
         while (other := self.pending.first(page.key)) is not None and (other.is_complete and other.root == page.root):
@@ -457,9 +457,9 @@ class Writing:
         self.doom([page for page in expired if not page.is_started], out)
 
     def drop_children(self, keys: list[bytes], out: list[do.Instruction]) -> list[Address]:
-        """Let go of sealed pages that have to leave, and return the sealed pages that reservations still hold.
+        """Release sealed pages that have to leave, and return the sealed pages that reservations still hold.
 
-        Reservations after pages of these keys are doomed. Started pages are not: they wait for the next seal of their
+        Reservations after pages with these keys are doomed. Started pages are not: they wait for the next seal of their
         parent, which may come from their own writer.
         """
         for page in [page for key in keys for page in self.pending.children(key) if page.holds_parent]:
@@ -481,7 +481,7 @@ class Writing:
         self.doom([page], out)
 
     def doom(self, pages: list[Pending], out: list[do.Instruction]) -> None:
-        """Give up these pages. Their frames are free once no session may write into them any more."""
+        """Give up these pages. Their frames are free once no session can write into them."""
         for page in pages:
             if not page.doomed:
                 self._unhold_parent(page)
@@ -504,7 +504,7 @@ class Writing:
         self._update_readers(page, out)
 
     def _update_readers(self, page: Pending, out: list[do.Instruction]) -> None:
-        """Name the next reservation of the key in the index, or none: readers look up pending pages there."""
+        """Point the pending entry of the key, where readers look, at its next reservation, or remove the entry."""
         successor = self.pending.first(page.key)
         out.append(do.Unpend(page.key, successor.address if successor is not None else None))
 
@@ -517,8 +517,8 @@ def duplicate_refusal() -> do.Reply:
 class StartedPages:
     """The started pages of a node. Part of ``NodeState``.
 
-    Life of a frame here: granted -> reserved for a started page -> granted again, when the page is about to be sealed,
-    is given up, or misses its deadline. When a session ends, its granted and its started frames are freed.
+    Life of a frame: granted -> reserved for a started page -> granted again, when the page is about to be sealed, is
+    given up, or misses its deadline. When a session ends, its granted and started frames are freed.
     """
 
     def __init__(self, writing: Writing, sessions: Mapping[int, ClientSession]) -> None:
@@ -574,7 +574,7 @@ class StartedPages:
                 self._withdraw(page, out)
 
     def expire(self, now_ns: int, out: list[do.Instruction]) -> None:
-        """Withdraw started pages that were not sealed in time: readers do not find them any more."""
+        """Withdraw started pages that were not sealed in time. Readers no longer find them."""
         for page in list(self.writing.pending.by_address.values()):
             if page.is_started and not page.doomed and page.until_ns <= now_ns:
                 self._withdraw(page, out)

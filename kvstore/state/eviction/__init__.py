@@ -14,6 +14,6 @@ from kvstore.state.eviction.gittins import Gittins
 
 __all__ = ["POLICIES", "POLICY_DEFAULT", "STALE_MAX", "EvictionPolicy", "Lru", "Page"]
 
-# Each is made with the number of pages that the class holds, as far as known (see ``EvictionPolicy.resize``).
+# The argument of each is the number of pages that the class holds, as far as known (see ``EvictionPolicy.resize``).
 POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType({"lru": Lru, "gittins": Gittins})
 POLICY_DEFAULT = "gittins"

@@ -66,7 +66,7 @@ class Tail(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """The order of the evictable pages of one frame class. Every call costs O(log pages) or less."""
+    """The order of one frame class's evictable pages. Every call costs O(log pages) or less."""
 
     @property
     def hinted(self) -> bool:
@@ -74,11 +74,11 @@ class EvictionPolicy(Protocol):
         ...
 
     def resize(self, pages: int) -> None:
-        """Adapt to a class that holds about this many pages now."""
+        """Adapt to this approximate number of pages in the class."""
         ...
 
     def add(self, slot: int, page: Page) -> None:
-        """List a page that became evictable. It must not be listed now, but may have been before."""
+        """List a page that became evictable. The page must not be listed now; it may have been listed earlier."""
         ...
 
     def remove(self, slot: int) -> None:
@@ -86,27 +86,29 @@ class EvictionPolicy(Protocol):
         ...
 
     def forget(self, slot: int, key: int | None) -> None:
-        """Forget a page that has left, listed or not: the slot will name another one. ``key``: it made room."""
+        """Forget a removed page, listed or not: its slot will name another page. ``key`` is set if the page was evicted
+        for room."""
         ...
 
     def forget_tail(self, tail: Tail, together: int = 0) -> int:
-        """Forget the page that ``victim`` named, and pages before it that are worth no more. All are evicted for room.
+        """Forget the page that ``victim`` named, and preceding pages that are worth no more. All are evicted for room.
 
-        Return how many pages before it leave. The result is as if each of them had been offered and chosen next.
-        ``together``: this many pages before it are in its group. They leave with it without being judged, unless
-        something else is known about them.
+        Return how many preceding pages leave. The result is as if each of them had been offered and chosen next.
+        ``together``: number of preceding pages in its group. They leave with it without being judged, unless the policy
+        has other facts about them.
         """
         ...
 
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
         """Return the slot of the page to evict next, which stays listed; None if no page is listed.
 
-        ``used_ms(slot)`` reads a page's mark. A mark later than the time with which the page was added means a use.
+        ``used_ms(slot)`` reads a page's mark. A mark later than the last use with which the page was added means that
+        the page was used since.
         """
         ...
 
     def coldest_ms(self) -> int | None:
-        """Return when the coldest page was last used, as far as known; None if no page is evictable."""
+        """Return the last use of the coldest page, as far as known; None if no page is evictable."""
         ...
 
     def __contains__(self, slot: int) -> bool:
@@ -150,10 +152,10 @@ def heap_pop(heap: array[int]) -> None:
 class Lru:
     """The policy that evicts the least recently used page first. Every other policy must be at least as good.
 
-    The pages are in a binary heap of ``use << 32 | slot`` in an array: 13 bytes per page and no objects. ``use`` counts
-    milliseconds from a time before the first page came. The order is corrected lazily: a page at the cold end with a
-    later mark is moved to the place of its mark, at most once per read. A removed or moved page leaves a stale entry,
-    which is dropped when it reaches the cold end, or when there are too many.
+    The pages are in a binary heap of ``use << 32 | slot`` in an array: 13 bytes per page and no objects. ``use`` is in
+    milliseconds since a time before the first page was added. The order is corrected lazily: a page at the cold end
+    with a later mark is moved to the place of its mark, at most once per read. A removed or moved page leaves a stale
+    entry, which is dropped when it reaches the cold end, or when there are too many.
     """
 
     hinted = False
@@ -188,11 +190,11 @@ class Lru:
                 self._heap = array("Q", sorted({entry for entry in self._heap if self._current(entry)}))
 
     def forget(self, slot: int, key: int | None) -> None:
-        """Stop listing a page that has left."""
+        """Stop listing a page that was removed."""
         self.remove(slot)
 
     def forget_tail(self, tail: Tail, together: int = 0) -> int:
-        """Forget the leaf, and the pages before it that were used no later."""
+        """Forget the leaf, and preceding pages that were not used later than the leaf."""
         self.remove(tail.slots[-1])
         coldest = tail.used_ms[-1]
         return next(

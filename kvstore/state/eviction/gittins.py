@@ -1,4 +1,4 @@
-"""Gittins: evict the page that is worth least per millisecond of the room that it would still take.
+"""Gittins: evict the page with the least worth per millisecond of the room that it would still take.
 
 The worth of a leaf is estimated from how similar leaves were used. Leaves fall into eight classes: *fresh* (the end of
 a request: no page after it was evicted) or *trimmed*, and used 0, 1, 2 or more times. A ledger counts uses for each
@@ -140,7 +140,7 @@ class WorthLedger:
         self._steps = [[0.0] * (BINS + 2) for _ in range(CLASSES)]  # their sum up to bin b is the number watched in b
 
     def watched(self, kind: int, entry: int, end: int, *, used: bool) -> None:
-        """Count a leaf that was watched from bin ``entry`` (0: since its last use) until a use, or until it left."""
+        """Count a leaf that was watched from bin ``entry`` (0: since its last use) until it was used or evicted."""
         steps, entry = self._steps[kind], min(entry, end)
         if entry:
             steps[entry] += 0.5
@@ -238,7 +238,7 @@ def _lowest(worth: Worths, count: int) -> Places:
 
 
 def _of_owners(owners: Slots, worth: Worths, losses: Counter[int], most: int) -> Places:
-    """Choose among the ``most`` lowest pages as many of each owner as it has to lose, the lowest first.
+    """Choose, for each owner, the number of pages that it has to lose: its lowest pages among the ``most`` lowest.
 
     The result has fewer pages if an owner has too few.
     """
@@ -259,7 +259,7 @@ def _step_in(word: int) -> int:
 
 
 class Ghosts:
-    """Pages that left recently, and how often they had been used: two bytes per place, with 14 bits of the key.
+    """Recently evicted pages, and how often they had been used: two bytes per place, with 14 bits of the key.
 
     A later page overwrites an earlier one in its place. One key in 16,383 is taken for another one.
     """
@@ -276,11 +276,11 @@ class Ghosts:
             self._places = array("H", bytes(2 * max(pages * GHOSTS_PER_2_PAGES // 2, SAMPLE)))
 
     def remember(self, key: int, uses: int) -> None:
-        """Remember the page of that key, which has left."""
+        """Remember the evicted page with that key."""
         self._places[key % len(self._places)] = 1 + (key >> 48) % _PRINTS << 2 | uses
 
     def recall(self, key: int) -> int | None:
-        """Return how often the page had been used when it left; None if it is not known."""
+        """Return how often the page had been used when it was evicted; None if the ghosts do not have it."""
         place = self._places[key % len(self._places)]
         return place & 3 if place >> 2 == 1 + (key >> 48) % _PRINTS else None
 
@@ -306,7 +306,7 @@ class Gittins:
     each if its mark has not changed in the meantime. Every 512 choices the table of indices is computed again. None of
     this depends on the number of pages. The policy is deterministic: it uses no randomness and no clock of its own.
 
-    *Memory.* 9 bytes per page (``_use`` 4, ``_word`` 2, ghosts 3), and 4 per leaf in ``_order``. From the first hint on
+    *Memory.* 9 bytes per page (``_use`` 4, ``_word`` 2, ghosts 3), and 4 per leaf in ``_order``. After the first hint,
     5 more per page (``_hint`` 1, ``_owner`` 4). Pages that are no longer leaves stay in ``_order`` until they make up
     half of it.
     """
@@ -393,8 +393,8 @@ class Gittins:
     def forget_tail(self, tail: Tail, together: int = 0) -> int:
         """Forget the leaf and cheap pages before it.
 
-        A page about which only the leaf's facts are known leaves with the leaf, if it is worth no more than the best of
-        the pages that were chosen together with the leaf.
+        A page without facts of its own shares those of the leaf. It leaves with the leaf if it is worth no more than
+        the best page that was chosen together with the leaf.
         """
         slots, keys, used_ms, standings = tail
         word = self._word[slots[-1]]
@@ -473,7 +473,8 @@ class Gittins:
         return self._listed
 
     def _new(self, page: Page, use: int, child: tuple[int, int] | None) -> int:
-        """Return the word of a page never offered before. ``child`` has just left, and may be its last child."""
+        """Return the word of a page that was never offered before. ``child`` was just evicted, and may be its last
+        child."""
         turns, step, uses = page.turns & _TURNS_MASK, step_of(page.position), 0
         trimmed = child is not None and _step_in(child[0]) == step_of(page.position + 1)
         if child is not None and trimmed:
@@ -503,8 +504,8 @@ class Gittins:
     def _learn(self, used_ms: UsedMs) -> None:
         """Compute the table of indices again.
 
-        Leaves that are not used are noticed only when they leave, and the best ones take long to leave. So the leaves
-        that are listed now count once more, as far as they were watched. An even sample of them is looked at.
+        An unused leaf is counted only when it leaves, and the best leaves stay for long. So the leaves that are listed
+        now are counted too, up to the age at which they were watched. An even sample of them is looked at.
         """
         slots = self._sample(LEARN_SAMPLE)
         for slot in slots.tolist():
@@ -568,7 +569,8 @@ class Gittins:
         self._hint[slot], self._owner[slot] = page.hint, page.owner
 
     def _as_hinted(self, slots: Slots, ages: Bins, worth: Worths, lowest: Places) -> Places:
-        """Choose as many pages of each owner as it has among the lowest: those that are lowest with its hints."""
+        """Choose, for each owner, as many pages as it has in ``lowest``: the pages that are lowest once its hints
+        count."""
         hints, count = np.frombuffer(self._hint, np.uint8)[slots], len(lowest)
         if not hints.any():
             return lowest

@@ -1,1 +1,1 @@
-"""Decisions about copies between tiers: what is saved below, loaded above, or moved to empty an extent."""
+"""Decisions about copies: what is saved to the lower tier, loaded into the upper tier, or moved to empty an extent."""

@@ -58,14 +58,14 @@ class Climb:
             if self._is_below(key):
                 self.anchor, self._next = key, None
                 if key not in self._down and self._lower.pages.find_in(root, key) is None:
-                    self.pages.clear()  # a page of another root has this key below: our pages cannot follow it
+                    self.pages.clear()  # a page of another root has this key there: our pages cannot follow it
                 break
             self.pages.append((key, self._next))
             self._next = None if parent == root else upper.pages.find(parent)
         return self._next is None
 
     def is_valid(self) -> bool:
-        """Return True if the result of earlier decisions still holds. Drop pages that another chain's save included."""
+        """Return True if the pages of earlier steps are still valid. Drop pages that another chain's save included."""
         while self.pages and self._is_below(self.pages[-1][0]):
             self.anchor = self.pages.pop()[0]
         top = self.pages[-1][1] if self.pages else self.leaf
@@ -73,7 +73,8 @@ class Climb:
         return can_continue and self._upper.pages.sealed(top) and (not self.anchor or self._is_below(self.anchor))
 
     def count(self, most: int) -> int:
-        """Return how many of the topmost pages, up to ``most``, are still at their addresses: at least one, if any."""
+        """Return how many of the topmost pages, up to ``most``, are still at their addresses. The result is at least 1
+        if there are pages."""
         top = self.pages[: -most - 1 : -1]
         return next((i for i, (_, address) in enumerate(top) if not self._upper.pages.sealed(address)), len(top))
 
@@ -100,16 +101,16 @@ class Demotion:
         self.rules = rules
         self.find_in = self.lower.pages.find_in  # see ``departures.TierBelow``
         self._climb: Climb | None = None  # of a chain that was too long for one batch
-        self._refused: set[FrameClass] = set()  # classes for which no frame below is free or can be freed
+        self._refused: set[FrameClass] = set()  # classes for which no frame in the lower tier is free or can be freed
         self._tails: dict[FrameClass, dict[int, int]] = {}  # by slot of a leaf set aside: see ``_tail_pages``
         self._turn = 0  # place of the class to look at first
         self._day_bytes_left = rules.write_bytes_per_day
-        self._day_bytes_started = 0  # of the copies that have started: see ``charge``
+        self._day_bytes_started = 0  # bytes of the copies that have started: see ``charge``
 
     # --- for the upper tier: see ``departures.TierBelow`` -----------------------------------------------------------
 
     def may_leave(self, pool: ClassPool, key: bytes, page: Page) -> bool:
-        """Return True if the page is saved below, is not worth a write, or cannot be saved."""
+        """Return True if the lower tier has the page, or the page is not worth a write or cannot be saved."""
         return not self.admits(page) or self.lower.pages.find(key) is not None or not self.accepts(pool.frame_class)
 
     def admits(self, page: Page) -> bool:
@@ -175,7 +176,7 @@ class Demotion:
     def pages_max(self, frame_class: FrameClass, bytes_max: int) -> int:
         """Return how many pages a batch of at most ``bytes_max`` may have today, at least one.
 
-        Return 0 if unfinished copies may use up the day's writes. Then more pages wait for the report of these copies.
+        Return 0 if unfinished copies might use up the day's writes. Further pages then wait until these copies report.
         """
         stride = self.lower.segment.stride(frame_class)
         pages = max(1, bytes_max // stride)
@@ -187,7 +188,7 @@ class Demotion:
         return self.lower.can_take(self.lower.segment.pool(frame_class))
 
     def device_failed(self) -> None:
-        """Let pages leave unsaved that the remaining devices cannot take, after one has failed."""
+        """After a device has failed, let pages that the remaining devices cannot take leave unsaved."""
         for pool in self.upper.segment.pools.values():
             if not self._has_room(pool.frame_class):
                 self._refused.add(pool.frame_class)
@@ -239,7 +240,7 @@ class Demotion:
         return most
 
     def _choose(self, pool: ClassPool, pages_max: int, out: list[do.Instruction]) -> CopyBatch:
-        """Choose whole chains, coldest first, each from its front, and take frames for them below."""
+        """Choose whole chains, coldest first, each from its front, and take frames for them in the lower tier."""
         batch = CopyBatch([], pool.frame_class, self.upper, self.lower)
         lower_pool = self.lower.segment.pool(pool.frame_class)
         for slot, aside_ms in list(pool.unsaved.items()):
@@ -259,14 +260,14 @@ class Demotion:
                 if self.lower.pages.holdings.roots[owner].share.expected_bytes:
                     # Pages that are being copied can make room once they have arrived.
                     continue
-                # The tenant's quota below is used up: the page leaves unsaved.
+                # The tenant's quota in the lower tier is used up: the page leaves unsaved.
                 pool.ready[slot] = pool.unsaved.pop(slot)
                 self.counters["save_refused_quota"] += 1
                 continue
             targets = self.lower.take_after((climb.anchor,), lower_pool, fits, out)
             if not targets:
                 if not batch.pages and not self.lower.departures.waiting:
-                    # All pages below must stay: nothing can be saved now.
+                    # All pages of the lower tier must stay: nothing can be saved now.
                     self._refused.add(pool.frame_class)
                     self.counters["save_refused_space"] += len(pool.unsaved)
                     self.give_up(pool)
@@ -295,7 +296,7 @@ class Demotion:
         return Climb(leaf, self.upper, self.lower, self.copies.down[self.lower.tier])
 
     def add(self, batch: CopyBatch, anchor: bytes, chain: list[tuple[bytes, Address]], targets: list[Address]) -> None:
-        """Add these pages, which follow ``anchor``, to a batch. They will be in these frames below."""
+        """Add these pages, which follow ``anchor``, to a batch. ``targets`` are their frames in the lower tier."""
         held = self.lower.pages.find(anchor) if anchor else None
         if held is not None:  # else the first page starts the chain, or follows a page of this batch
             self.lower.pages.hold(held)

@@ -8,7 +8,7 @@ extents of its class, one batch at a time::
                           └─ a copy failed, or there is no room ──> the extent stays, and grants frames again
 
 A page is held while it is carried, and is read at its old place until the copy is durable. A page that could not be
-written stays where it was. Copies and erasures that have already started are waited for.
+written stays where it was. The reclaim waits for copies and erasures that have already started.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class ExtentReclaim:
         self._extent: Extent | None = None
 
     def start(self, extent: Extent, taker: ClassPool, out: list[do.Instruction]) -> None:
-        """Start to empty this extent for ``taker``. It is dropped once it is empty."""
+        """Start emptying this extent for ``taker``. It is dropped once it is empty."""
         assert self.taker is None
         self.taker, self._extent = taker, extent
         extent.set_leaving(True)
         self.proceed(out)
 
     def proceed(self, out: list[do.Instruction]) -> None:
-        """Carry the next pages, or drop the empty extent. To be called when a copy or an erasure has ended.
+        """Carry the next pages, or drop the empty extent. Call this when a copy or an erasure has ended.
 
         Pages that this event has sealed or moved have no record at their new place yet, so the policy could not judge
         them. If there are any, the next ``Demote`` continues.
@@ -79,7 +79,7 @@ class ExtentReclaim:
         extent.set_leaving(False)
 
     def _carry(self, pool: ClassPool, sources: list[Address], out: list[do.Instruction]) -> bool:
-        """Start to carry as many of these pages as there is room for. Return False if there is no room."""
+        """Start carrying as many of these pages as there is room for. Return False if there is no room."""
         space = self._space
         targets = space.pages.grant(pool, len(sources))
         keys = [space.pages.records.key(source.extent, source.frame) for source in sources]

@@ -9,7 +9,7 @@ from the front, one batch at a time, so that the saved pages are usable whenever
 
 Pages stay in DRAM, and readers continue to use them. The save always comes to an end: each leaf is taken once, and a
 page whose save failed is not tried again. The leaves are listed a second time only if a device failed or did not
-answer: its pages, and those that follow them, are then saved elsewhere. NVMe evicts pages only for hotter ones.
+respond: its pages, and those that follow them, are then saved elsewhere. NVMe evicts pages only for hotter ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def leaves_hottest_first(records: RecordView) -> list[Address]:
-    """Return all sealed pages without sealed children, the last used first."""
+    """Return all sealed pages without sealed children, the most recently used first."""
     links = prefix_links.link(records.snapshots())
     leaf = np.ones(len(links.parent), bool)
     leaf[links.parent[links.parent >= 0]] = False
@@ -83,7 +83,7 @@ class LastSave:
         return out
 
     def device_failed(self) -> None:
-        """List the leaves again after a device has failed, to save its pages elsewhere."""
+        """After a device has failed, list the leaves again to save its pages elsewhere."""
         self._must_repeat = True
 
     def _choose(self, leaves: deque[Address], bytes_max: int, out: list[do.Instruction]) -> CopyBatch | None:

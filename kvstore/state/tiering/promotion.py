@@ -1,4 +1,4 @@
-"""Promotion: pages are loaded into the tier above, on request or after enough reads."""
+"""Promotion: pages are loaded into the upper tier, on request or after enough reads."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Promotion:
         self.promote_after = promote_after
         self._up = copies.up[upper.tier]  # keys that are being loaded
         self.early: dict[int, ev.Loaded] = {}  # reports, by number, that came before those of their parents' batches
-        self._reads: dict[int, bytearray] = {}  # extent below -> reads of each frame since a page was copied into it
+        self._reads: dict[int, bytearray] = {}  # lower extent -> reads of each frame since it got its page
 
     def prefetch(self, event: ev.Prefetch) -> list[do.Instruction]:
         """Handle ``events.Prefetch``.
 
-        The reply has a status per page. OK: the tier above has it. BUSY: it is being loaded. PARTIAL: it was not read
-        often enough yet. STALE, NO_PARENT or NO_SPACE: it cannot be loaded.
+        The reply has a status per page. OK: the upper tier has the page. BUSY: the page is being loaded. PARTIAL: it
+        was not read often enough yet. STALE, NO_PARENT or NO_SPACE: it cannot be loaded.
         """
         out: list[do.Instruction] = []
         statuses: list[Status] = []
@@ -88,7 +88,8 @@ class Promotion:
         return self.lower.segment.extents[address.extent].pool.frame_class
 
     def _load(self, pages: list[tuple[bytes, Address]], out: list[do.Instruction]) -> int:
-        """Take frames above for these consecutive pages and start to load them; return for how many."""
+        """Take frames in the upper tier for these consecutive pages and start loading them. Return how many are being
+        loaded."""
         frame_class = self._class_of(pages[0][1])
         bytes_left = LOADING_BYTES_MAX - self._loading_bytes
         count = min(len(pages), bytes_left // frame_class.page_bytes)
@@ -119,10 +120,10 @@ class Promotion:
         return len(copies)
 
     def loaded(self, event: ev.Loaded) -> list[do.Instruction]:
-        """Handle ``events.Loaded``: pages that were read and verified are sealed above, up to the first that was not.
+        """Handle ``events.Loaded``: seal the verified pages in the upper tier, up to the first that was not read.
 
-        A report may come before that of the batch with the parents, if another device was faster. It is kept until
-        then.
+        If another device was faster, a report may come before the report on the batch with the parents. Then it is
+        kept until that report has come.
         """
         out: list[do.Instruction] = []
         self.early[event.number] = event
@@ -158,7 +159,7 @@ class Promotion:
 
     @property
     def _loading_bytes(self) -> int:
-        """Bytes that are being loaded, without late batches: these must not block other loads."""
+        """Number of bytes that are being loaded. Late batches do not count, because they must not block other loads."""
         batches = (batch for batch in self.copies.loading.values() if batch.target is self.upper and not batch.late)
         return sum(len(batch.pages) * batch.frame_class.page_bytes for batch in batches)
 

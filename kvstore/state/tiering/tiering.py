@@ -8,11 +8,11 @@ its own: it has the first m pages of a chain, and the tier below has the first s
 
 A *save* copies a chain from its front (``demotion``). A leaf that is about to leave waits in ``ClassPool.unsaved``
 until its chain is saved, then in ``ready``. A caller that needs its frame before that receives BUSY and asks again.
-Demotion starts to save cold pages once more than ``demote_at`` of a class's frames are in use, so that eviction
-normally finds pages that are ready.
+Demotion starts saving cold pages once more than ``demote_at`` of a class's frames are in use, so that eviction normally
+finds pages that are ready.
 
-A *load* copies pages up (``promotion``): on request (prefetch), after ``promote_after`` reads below, or because a
-writer puts a page again. Pages that are being copied are held in the meantime (``copying``).
+A *load* copies pages up (``promotion``): on request (prefetch), after ``promote_after`` reads from the lower tier, or
+because a writer puts a page again. Pages that are being copied are held in the meantime (``copying``).
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Tiering:
             self.pairs[batch.target.tier].promotion.forget_reads([page.target for page in batch.pages])
 
     def _proceed(self, out: list[do.Instruction]) -> list[do.Instruction]:
-        """Return ``out`` with the next steps of emptying extents, after a copy may have ended."""
+        """Add the next steps of emptying extents to ``out``, since a copy may have ended. Return ``out``."""
         for pair in self.pairs.values():
             pair.reclaim.proceed(out)
         return out
@@ -237,7 +237,8 @@ class Tiering:
         return out
 
     def late(self, event: ev.DevicesLate) -> list[do.Instruction]:
-        """Handle ``events.DevicesLate``: mark extents and batches of these devices as late, and all others as not."""
+        """Handle ``events.DevicesLate``: mark extents and batches of these devices as late, and all others as not
+        late."""
         space = self.pairs[event.tier].lower
         segment, saves = space.segment, set(event.saves)
         segment.populated = set(range(segment.positions)) - saves

@@ -6,8 +6,8 @@ The frames are free after the save, so each tier stays prefix-closed::
                            D E F wait in the pending table ──save after C──> NVMe has A B C D E F
 
 A put of such pages is as fast as NVMe: its writer receives BUSY until they are durable, and asks again. The same
-happens to a chain that is longer than DRAM. If no other page may leave for the next pages of the chain, its own last
-pages leave DRAM once NVMe has them (``shorten``), and the next pages are written through. Pages that are written
+happens to a chain that is longer than DRAM. If no other page can be evicted for the next pages of the chain, its own
+last pages leave DRAM once NVMe has them (``shorten``), and the next pages are written through. Pages that are written
 through occupy at most an eighth of DRAM's frames at a time.
 
 Each batch of a chain waits for the one before it. A page that cannot be saved is doomed, with all pages after it; its
@@ -29,7 +29,7 @@ from kvstore.state.tiering.copying import NODE_SESSION, CopyBatch, CopyBatches
 from kvstore.state.tiering.demotion import Demotion
 from kvstore.state.writing import GROUP, Pending, WriteThroughBase, Writing
 
-SHARE = 8  # pages that are written through may fill one frame in this many, of their class
+SHARE = 8  # pages that are written through may fill one frame in this many of their class
 TTL_NS = 60 * 10**9  # deadline of a page that cannot be saved yet
 
 
@@ -64,7 +64,7 @@ class WriteThrough(WriteThroughBase):
         )
 
     def _live(self, key: bytes) -> Pending | None:
-        """Return the page of this key that is to be written through. Drop one that was given up."""
+        """Return the page with this key that is to be written through. Drop it if it was given up."""
         staged = self._staged.get(key)
         if staged is None or self._is_pending(staged):
             return staged
@@ -77,11 +77,12 @@ class WriteThrough(WriteThroughBase):
         return not page.doomed and self.pending.by_address.get(page.address) is page
 
     def has(self, root: bytes, key: bytes) -> bool:
-        """Return True if NVMe has that page."""
+        """Return True if NVMe has this page."""
         return self.lower.pages.find_in(root, key) is not None
 
     def grantable(self, pool: ClassPool, anchor: bytes, count: int) -> int:
-        """Return ``count`` if DRAM has the page ``anchor``, else what remains of the share of written-through pages."""
+        """Return ``count`` if DRAM has the page ``anchor``, else the number of frames that remain for written-through
+        pages."""
         if not anchor or self.upper.pages.find(anchor) is not None:
             return count
         if self._live(anchor) is None and self.lower.pages.find(anchor) is None:
@@ -102,8 +103,9 @@ class WriteThrough(WriteThroughBase):
     def shorten(self, anchor: bytes, pool: ClassPool, count: int, out: list[do.Instruction]) -> int:
         """Evict up to ``count`` pages from the end of the chain of ``anchor``, as far as NVMe has them.
 
-        This is the last resort for pages after ``anchor``: no other page may leave. Returns how many pages left. If
-        the end of the chain has to be saved first, it is set aside for that, and ``Departures.waiting`` is True.
+        This is the last resort to make room for pages after ``anchor``, when no other page can be evicted. Return how
+        many pages were evicted. If the end of the chain has to be saved first, it is set aside for that, and
+        ``Departures.waiting`` is True.
         """
         upper = self.upper
         page = upper.pages.find(anchor) if anchor else None
@@ -248,9 +250,9 @@ class WriteThrough(WriteThroughBase):
         return pages
 
     def accept(self, page: Pending) -> bool:
-        """Choose a complete page to be written through; return False if it cannot be.
+        """Choose a complete page to be written through; return False if this is not possible.
 
-        It cannot be if its own writers are about to store the parent in DRAM.
+        It is not possible if the page's own writers are about to store the parent in DRAM.
         """
         parent = self.pending.find(page.root, page.parent, page.group)
         if parent is not None and self._staged.get(page.parent) is not parent:
