@@ -2,7 +2,7 @@
 
 ``StopSave`` runs when a node stops and its memory will be lost: it saves the pages that only DRAM has to NVMe, in
 bounded time. ``state.tiering.last_save`` decides what to save and in which order, and the mover's lanes copy it. A
-device that does not answer blocks only its own lane. After a kill during the save, the pages that were not saved yet
+device that is not responding blocks only its own lane. After a kill during the save, the pages that were not saved yet
 are lost, as after a power failure.
 """
 
@@ -39,8 +39,8 @@ class StopSave:
     """Saves what only DRAM has, once.
 
     Attributes:
-        pages, bytes: what was saved so far.
-        chains: chains that the state has not looked at yet.
+        pages, bytes: number of pages and bytes saved so far.
+        chains: number of chains that the state has not looked at yet.
     """
 
     def __init__(self, node: Node, mover: Mover) -> None:
@@ -51,8 +51,8 @@ class StopSave:
     def run(self, save_s: float, why: str, is_cut_short: Callable[[], bool]) -> bool:
         """Save until everything is saved, ``save_s`` seconds have passed, or ``is_cut_short`` returns True.
 
-        The lanes still finish the copies that were started. Every saved page is on NVMe, however the save ends. Returns
-        True if the save was tried for every page.
+        The lanes still finish the copies that were started. Every saved page is on NVMe, no matter how the save ends.
+        Returns True if the save was tried for every page.
         """
         started_s = logged_s = time.monotonic()
         counts_before, size, done, batch_s = self._saved_counts(), BATCH_BYTES_MIN, self._node.nvme is None, 0.0
@@ -129,7 +129,7 @@ class Background:
         """Write a last checkpoint, and end the threads. The next start populates memory that has no pages yet.
 
         Args:
-            save_s: the time to save what only DRAM has; 0: DRAM stays.
+            save_s: the time to save what only DRAM has; 0 if DRAM stays.
             why: why DRAM will be lost, for the log.
             is_cut_short: ends the save early when it returns True.
         """
@@ -150,7 +150,7 @@ class Background:
         _join(self._lanes, deadline_s)
 
     def _deadline_s(self) -> float:
-        """Return when the threads should have ended, with the time to give up each device once."""
+        """Return the deadline for the end of the threads. It leaves time to give up each device once."""
         config = self._node.config
         return time.monotonic() + JOIN_S + len(config.nvme) * config.nvme_answer_s
 

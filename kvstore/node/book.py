@@ -1,9 +1,9 @@
 """Book: the files in a node's folder that must survive kill -9 of the daemon, but not a reboot.
 
 ``names`` has the name of each root, ``pins`` has the pins. The first line of either file has the incarnation, and each
-further line has one name or pin. A later line about a pin replaces an earlier one. A file is rewritten when most of it
-is obsolete. While the node decides, changes are only queued. ``flush`` writes them after the node has released its
-mutex and before the change is acknowledged, so that no other caller waits for a file.
+further line has one name or pin. A later line about a pin replaces an earlier line about it. A file is rewritten when
+most of it is obsolete. While the node decides, changes are only queued. ``flush`` writes them after the node has
+released its mutex and before the change is acknowledged, so that no other caller waits for a file.
 
 ``quarantine`` has the positions of the segment that must not be carved, because a client that is still alive may write
 there. A start that finds an extent with damaged tables cannot find out which of its frames were granted to which
@@ -37,12 +37,12 @@ from kvstore.state import instructions as do
 NAMES: Final = "names"
 PINS: Final = "pins"
 QUARANTINE: Final = "quarantine"
-WASTE_BYTES: Final = 64 << 10  # a file of pins with fewer obsolete bytes is not rewritten
+WASTE_BYTES: Final = 64 << 10  # a pins file with fewer obsolete bytes is not rewritten
 
 log = logging.getLogger("kvstore.node")
 
 Quarantine = dict[int, set[int]]
-"""Maps a position to the sessions that may still write there."""
+"""Position -> sessions that might still write there."""
 
 
 class Book:
@@ -56,7 +56,7 @@ class Book:
         self._queue: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._pin_lines: dict[int, bytes] = {}  # the current line of each pin in the file
-        self._pins_bytes: int | None = None  # size of the file; None: unknown, so the next change rewrites it
+        self._pins_bytes: int | None = None  # size of the pins file; None if unknown: the next change rewrites it
 
     def add_name(self, line: bytes) -> None:
         """Queue another name."""
@@ -99,7 +99,7 @@ class Book:
     def _append(self, path: Path, line: bytes) -> None:
         if not path.is_file() or path.is_symlink():
             _replace(path, [self._head])
-        # The line feed comes first. So a line that a kill cuts short does not damage the next one.
+        # The line feed comes first, so that a line that a kill cuts short does not damage the next line.
         with open(open_plain(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0) as file:
             file.write(b"\n" + line)
 
@@ -131,11 +131,11 @@ class Book:
         self._pins_bytes = len(self._head) + sum(len(line) + 1 for line in self._pin_lines.values())
 
 
-# --- Reading, at a start -------------------------------------------------------------------------------------------
+# --- Reading, at startup -------------------------------------------------------------------------------------------
 
 
 def read_names(folder: NodeFolder, incarnation: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each root and its name. Lines that cannot be read are skipped; a file of another incarnation is removed."""
+    """Yield each root and its name. Skip lines that cannot be read, and remove a file from another incarnation."""
     path = folder.path / NAMES
     for line in _lines(path, incarnation):
         try:
@@ -146,7 +146,8 @@ def read_names(folder: NodeFolder, incarnation: int) -> Iterator[tuple[bytes, di
 
 
 def read_pins(folder: NodeFolder, incarnation: int, now_ns: int) -> list[ev.Pin]:
-    """Return the pins of earlier daemons that have not expired. Restore them before any page may leave."""
+    """Return the pins of earlier daemons that have not expired. The caller restores them before any page can be
+    evicted."""
     pins: dict[int, dict[str, Any]] = {}
     for line in _lines(folder.path / PINS, incarnation):
         try:
@@ -177,7 +178,7 @@ def _unexpired(pins: dict[int, dict[str, Any]], now_ns: int) -> Iterator[ev.Pin]
 def _lines(path: Path, incarnation: int) -> Iterator[bytes]:
     """Yield the lines of a file after the first, one by one, since the file may have any size.
 
-    A file of another incarnation is removed.
+    A file from another incarnation is removed.
     """
     try:
         with open(open_plain(path, os.O_RDONLY), "rb") as file:

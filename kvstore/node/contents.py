@@ -76,7 +76,7 @@ class Contents:
         return self._performer.nvme
 
     def listed(self, tier: Tier) -> list[tuple[bytes, Address]]:
-        """Return the entries of the index for a tier, by key."""
+        """Return the entries of the index for a tier, in key order."""
         return list(self._performer.index.addresses(tier))
 
     def mounted(self, number: int) -> MountedTable | None:
@@ -93,5 +93,6 @@ class Contents:
         return table
 
     def look(self, tier: Tier, keys: list[bytes]) -> list[Address | None] | None:
-        """Return the address that the index has for each key; None if the index is not available now."""
+        """Return each key's address, or None for a key without an entry. Return None instead of a list if the index
+        cannot be read now."""
         return self._performer.index.look(tier, keys)

@@ -48,10 +48,10 @@ watch_log = logging.getLogger("kvstore.watch")
 
 MEMBER = "member"  # a file in the node's folder: the entry that a daemon last published in a catalog
 LOOK_S = 1.0
-LOG_EVERY_S = 10.0  # at most one line per kind of refusal in this time
+LOG_EVERY_S = 10.0  # at most one line per kind of refusal during this time
 
 Kind = tuple[str, ...]
-"""What is counted: ("damage", reason), ("quota", tenant, tier) or ("grpc", status code)."""
+"""The name of a count: ("damage", reason), ("quota", tenant, tier) or ("grpc", status code)."""
 
 
 def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
@@ -169,7 +169,7 @@ def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
 def _announce(
     config: NodeConfig, node: Node, membership: Membership, entry: NodeEntry, life: Life, calls: dict[str, Call]
 ) -> Announcer:
-    """Start to announce the node's pages to the pool. Adds what was announced and received to the admin calls."""
+    """Start announcing the node's pages to the pool. Adds admin calls that report what was announced and received."""
     links, peers_file = PeerLinks(config.pool, config.name, credentials_of(os.environ)), PeersFile(node.folder)
     announcer = Announcer(
         *(node, config.name, entry.process, membership, peers_file, links, config.catalog_ttl_s),
@@ -254,7 +254,8 @@ class Watch:
         self._increases(float("inf"), self._counts())  # earlier counts are not logged
 
     def look(self, *, last: bool = False) -> None:
-        """Log the counts that have increased. ``last``: also those that were logged less than ``LOG_EVERY_S`` ago."""
+        """Log the counts that have increased. ``last``: include counts that were logged less than ``LOG_EVERY_S``
+        ago."""
         now_s = time.monotonic()
         if now_s < self._due_s and not last:
             return
@@ -270,7 +271,7 @@ class Watch:
                     event(watch_log, logging.WARNING, "gRPC calls refused", code=code, calls=count, last_from=last_from)
 
     def _increases(self, now_s: float, counts: dict[Kind, int]) -> list[tuple[Kind, int]]:
-        """Return the counts to log, less what was logged before, and remember them as logged."""
+        """Return by how much each count has increased since it was last logged, and record it as logged."""
         increases = []
         for kind, count in counts.items():
             before, logged_s = self._logged.get(kind, (0, -LOG_EVERY_S))

@@ -68,7 +68,7 @@ class Dispatcher:
         self.admin = Admin(node, scrubber, wake)
 
     def hello(self, message: Message) -> tuple[int, bytes]:
-        """Answer the first message of a connection. Returns the session, 0 if it is refused, and the reply."""
+        """Answer the first message of a connection. Return the session (0 if it is refused) and the reply."""
         try:
             if message.op != Op.HELLO:
                 raise InvalidRequest("message", "the first request must be HELLO")
@@ -108,7 +108,8 @@ class Dispatcher:
         return None if message.flags & control.NO_REPLY else reply
 
     def may_take_long(self, message: Message) -> bool:
-        """Return True if a request needs another thread: a long admin call, or one that reads or erases on NVMe."""
+        """Return True if a request needs another thread: a long admin call, or a request that reads or erases on
+        NVMe."""
         if message.op == Op.SEAL_GRANTED:
             replaces = message.flags & control.OBJECT and any(message.body[-ADDRESS_BYTES:])
             return bool(replaces) and self.node.nvme is not None

@@ -5,8 +5,8 @@ batch: the pages of one instruction. Appending is one store into the ring. It wa
 nothing. A reader that waits for new entries looks every ``LOOK_S``. A reader that is too slow receives the number of
 entries that were overwritten (``lost``).
 
-The numbers of a start begin at its time in microseconds, above all numbers of earlier starts. The first entry of a
-start is ``cleared``. So a reader that followed an earlier daemon continues there, and discards what it has.
+A daemon's numbers begin at its start time in microseconds, and are higher than all numbers of earlier daemons. Its
+first entry is ``cleared``. So a reader that followed an earlier daemon continues with this one, and discards its pages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvstore.state.interfaces import Rows
 
 SLOTS: Final = 16384  # entries in the ring
 PAGES_MAX: Final = 65536  # pages in all entries of the ring
-EVENT_PAGES_MAX: Final = 512  # pages per entry, so that one fits into a message; a larger batch has several entries
+EVENT_PAGES_MAX: Final = 512  # pages per entry, so that it fits into a message; a larger batch has several entries
 LOOK_S: Final = 0.01
 LIMIT_MAX: Final = 10000
 WAIT_S_MAX: Final = 1.0
-ANSWER_BYTES: Final = 100 * 1024  # of the lists in an answer; a local message has 128 KiB
+ANSWER_BYTES: Final = 100 * 1024  # bytes of the lists in an answer; a local message has 128 KiB
 ANSWER_PAGES_MAX: Final = 1024  # 36 bytes of JSON each
 ANSWER_EVENTS_MAX: Final = 400  # about 200 bytes of JSON each, without their pages
 TENANTS_MAX: Final = 64  # tenants per event in JSON ...
@@ -65,17 +65,17 @@ class PageEvent(NamedTuple):
     """A change to pages, the same for all of them, from one decision.
 
     Attributes:
-        seq: number of the event. Numbers are consecutive from a start to the end of its daemon.
+        seq: number of the event. Numbers are consecutive for as long as a daemon runs.
         time_ns: since the epoch.
         kind: "sealed" (stored in ``tier``), "demoted" (saved to NVMe; the copy in DRAM stays until it is evicted),
-            "promoted" (loaded into DRAM; the copy on NVMe stays), "evicted" (left ``tier``), "dropped" (left ``tier``
-            because it was damaged or deleted), "cleared" (earlier events are void; ``keys`` is empty).
+            "promoted" (loaded into DRAM; the copy on NVMe stays), "evicted" (removed from ``tier``), "dropped" (removed
+            from ``tier`` because of damage or a deletion), "cleared" (earlier events are void; ``keys`` is empty).
         reason: for "evicted" one of "space", "reclaim" (the extent was reclaimed), "request" and "quota"; for "dropped"
-            what was damaged, or "deleted"; for "sealed" the word "found" if a start found the page on NVMe; for
+            what was damaged, or "deleted"; for "sealed" the word "found" if the page was found on NVMe at startup; for
             "cleared" the word "start".
         keys: 16 bytes each.
-        roots: one per page, or one for all pages.
-        spans: one per page, see ``model.prefix``.
+        roots: one root per page, or one for all pages.
+        spans: one span per page, see ``model.prefix``.
     """
 
     seq: int
@@ -104,7 +104,7 @@ class EventLog:
     """The log of one start of a node. One thread at a time appends; any thread reads.
 
     Args:
-        first_seq: number of the first entry; None: the time in microseconds.
+        first_seq: number of the first entry. None means the current time in microseconds.
         staged: readers see new entries only after ``publish``.
 
     Attributes:
@@ -134,11 +134,11 @@ class EventLog:
         rows: Rows | None = None,
         spans: Sequence[int] = (),
     ) -> None:
-        """Append that pages were stored in ``tier``.
+        """Append an event: these pages were stored in ``tier``.
 
         Args:
-            cause: why, see ``WriteSealed``.
-            root: of the first page. If clients put the pages, it is the root of all of them.
+            cause: why they were stored, see ``WriteSealed``.
+            root: root of the first page. If clients put the pages, it is the root of all of them.
             rows: identity rows of the pages, which have the other roots.
         """
         kind, reason = _SEALS[cause]
@@ -210,8 +210,9 @@ class EventLog:
         at least one event.
 
         Args:
-            after: None: return no events, only the number to continue with. A number of an earlier start, or one that
-                was never used: return events from the beginning of this start; the first one is "cleared".
+            after: number of an event. If it is None, return no events, only the number to continue with. If it is from
+                an earlier daemon or was never used, return events from the first one of this daemon, which is
+                "cleared".
 
         Returns (events, ``after`` for the next call, number of events in between that were overwritten).
         """
@@ -237,7 +238,8 @@ class EventLog:
         return events, seq - 1, lost
 
     def wait(self, after: int | None, timeout_s: float) -> bool:
-        """Wait for an event after that number (None: after the newest one); return False if none comes in time."""
+        """Wait for an event after this number (None: after the newest event). Return False if no event comes in
+        time."""
         after = self.last if after is None else after
         deadline_s = time.monotonic() + timeout_s
         while self.last == after:
@@ -250,7 +252,8 @@ class EventLog:
     def describe(self, event: PageEvent) -> dict[str, Any]:
         """Return an event for JSON: keys in hex, and ``tenants``, the salts of the pages' tenants, in place of roots.
 
-        If there are several tenants, ``whose`` has each page's index in ``tenants``; -1 if it is not listed.
+        If there are several tenants, ``whose`` has, for each page, its tenant's index in ``tenants``, or -1 if the
+        tenant is not listed.
         """
         salts = {root: self.salt_of(root)[:TENANT_CHARS_MAX] for root in dict.fromkeys(event.roots)}
         tenants = list(dict.fromkeys(salts.values()))[:TENANTS_MAX]

@@ -95,8 +95,8 @@ class KvEvents:
         self._retained_bytes = 0
         # Frames that identify a subscriber -> the next number to send, and the time of the last progress.
         self._replays: dict[tuple[bytes, ...], tuple[int, float]] = {}
-        self._next = time.time_ns() // 1000  # above all numbers of earlier daemons
-        self._resync_due_s: float | None = 0.0  # when to report everything; None: no resync is due
+        self._next = time.time_ns() // 1000  # higher than all numbers of earlier daemons
+        self._resync_due_s: float | None = 0.0  # when to report everything; None if no resync is due
         self._after = 0  # number of the last event read from the node's log
         self._pub: Any = None
         self._router: Any = None
@@ -180,7 +180,7 @@ class KvEvents:
             self._resync_due_s = time.monotonic() + RESYNC_EVERY_S
 
     def _resync(self) -> None:
-        """Publish all stored pages. A change in the meantime is reported twice rather than never."""
+        """Publish all stored pages. A change in the meantime may be reported twice, but is never missed."""
         self._after, self._resync_due_s = self._node.events.last, None  # before the pages are read
         self._reader.reset()
         self._publish([CLEARED_EVENT], time.time())
@@ -262,7 +262,7 @@ class PageFacts(NamedTuple):
     """A stored page as an event describes it.
 
     Attributes:
-        parent: None for the first page of a chain.
+        parent: key of the parent; None for the first page of a chain.
         tokens: token ids, uint32 little-endian; empty for a page of an opaque object, which is not reported.
     """
 
@@ -274,9 +274,9 @@ class PageFacts(NamedTuple):
 class PageReader:
     """Reads the stored pages of a node for events. One thread uses it.
 
-    An event may say that a page was stored, although the page has left since. Such a page is skipped, and so are its
-    descendants, until an event says that it left. Otherwise, if the page were stored again, its children could be
-    reported before it.
+    An event may say that a page was stored although the page has been removed since. Such a page is skipped, and so are
+    its descendants, until an event says that it was removed. Otherwise, if the page were stored again, its children
+    could be reported before it.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -284,9 +284,9 @@ class PageReader:
         self._skipped: set[tuple[Tier, bytes]] = set()  # stored according to events, but not reported
 
     def stored_now(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
-        """Return the pages that an event says were stored; None in place of each page to skip.
+        """Return the pages that were stored according to an event, with None in place of each page to skip.
 
-        Returns None if the index is not available now.
+        Return None instead of a list if the index cannot be read now.
         """
         pages = self.find(keys, tier)
         absent = [i for i, page in enumerate(pages or ()) if page is None]
@@ -306,16 +306,17 @@ class PageReader:
         return page
 
     def remove(self, keys: list[bytes], tier: Tier) -> None:
-        """Handle an event that says that these pages left."""
+        """Handle an event that says that these pages were removed."""
         if self._skipped:
             self._skipped.difference_update((tier, key) for key in keys)
 
     def reset(self) -> None:
-        """Start again: everything will be reported once more."""
+        """Start over: everything will be reported again."""
         self._skipped.clear()
 
     def find(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
-        """Return the pages with these keys in ``tier``; None if the index is not available now."""
+        """Return the pages with these keys in ``tier``. Return None instead of a list if the index cannot be read
+        now."""
         look = self._contents.look
         here = look(tier, keys)
         upper = self._contents.above(tier)
@@ -330,7 +331,7 @@ class PageReader:
     def stored(self, tier: Tier) -> Iterator[PageFacts]:
         """Yield every page of ``tier``, parents before their children.
 
-        If a page comes, leaves or moves in the meantime, an event reports it.
+        If a page is added, removed or moved in the meantime, an event reports it.
         """
         if tier == Tier.HBM:
             yield from self._stored_by_engines()
@@ -369,7 +370,7 @@ class PageReader:
                 yield pages[key]
 
     def _mounted(self, key: bytes, address: Address) -> PageFacts | None:
-        """Return a page in memory that an engine has mounted; None if another page, or none, is at the address."""
+        """Return a page in memory that an engine has mounted; None if the page is no longer at the address."""
         table = self._contents.mounted(address.extent)
         word = word_of(address.generation, FrameState.SEALED)
         if table is None or address.frame >= table.frames or int(table.words[address.frame]) != word:
@@ -380,7 +381,7 @@ class PageReader:
         return PageFacts(key, record.parent if record.parent != record.root else None, record.tokens)
 
     def _read(self, key: bytes, address: Address, above: Address | None) -> PageFacts | None:
-        """Return the page at the address; None if it has left. ``above``: its address in the next faster tier."""
+        """Return the page at the address; None if it was removed. ``above``: its address in the next faster tier."""
         table = self._contents.table(address.extent)
         if table is None:
             return self._mounted(key, address)
@@ -423,7 +424,7 @@ class PageReader:
 
 
 def _record(table: ExtentTable, key: bytes, address: Address) -> Record | None:
-    """Return the record of a sealed page; None if another page, or none, is at the address."""
+    """Return the record of a sealed page; None if the page is no longer at the address."""
     word = word_of(address.generation, FrameState.SEALED)
     if int(table.words[address.frame]) != word:
         return None
@@ -435,7 +436,7 @@ def _record(table: ExtentTable, key: bytes, address: Address) -> Record | None:
 
 
 def blocks_stored(pages: Iterable[PageFacts | None], medium: str) -> Iterator[KvEvent]:
-    """Yield ``BlockStored`` events, one for consecutive pages of a chain with at most ``TOKENS_MAX`` tokens."""
+    """Yield ``BlockStored`` events. Each one covers consecutive pages of a chain with at most ``TOKENS_MAX`` tokens."""
     run: list[PageFacts] = []
     for page in pages:
         if page is None or not page.tokens:

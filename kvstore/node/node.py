@@ -3,9 +3,9 @@
 ``start`` takes the lock of the node's name, and recovers or creates the tables. ``stop`` releases the lock. The files
 stay, and the next start finds every sealed page. After a kill at any time, the next start repairs the files.
 
-A decision cannot be half performed. So before a decision that may carve extents, the node reserves what those need on
-the tmpfs: memory for frames (populated positions), tables, and space for the index to grow. If the tmpfs has no memory
-for one of them, the node limits the number of extents that the state may carve in this decision.
+A decision cannot be half performed. So before a decision that may carve extents, the node reserves what those extents
+need on the tmpfs: memory for frames (populated positions), tables, and space for the index to grow. If the tmpfs has no
+memory for one of them, the node limits the number of extents that the state may carve in this decision.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvstore.state.interfaces import Rows
 from kvstore.state.node_state import NodeState
 
 INDEX_HEADROOM_BYTES = 1 << 20  # stays free on the tmpfs when an extent is carved
-TABLE_DESCRIPTORS = 8  # twice what it takes to create and map a table
+TABLE_DESCRIPTORS = 8  # twice the number that creating and mapping a table takes
 LEAN_BYTES_PER_FRAME = RecordFormat(0, 0, tail=False).row_bytes + 8  # record and last use, in a tier that is not mapped
 INDEX_CHECK_EVERY_TICKS = 10
 SESSIONS_SWEEP_EVERY_TICKS = 50
@@ -96,7 +96,8 @@ class FolderMemory:
         return self._performer.spares.fill(frame_class, frames, count)
 
     def index(self, frames_more: int) -> bool:
-        """Reserve memory for all changes of the index of a pool with ``frames_more`` more frames; False: it failed."""
+        """Reserve memory for all index changes of a pool with ``frames_more`` more frames. Return False if there is not
+        enough."""
         frames = sum(table.frames for table in self._performer.tables.values())
         return self._performer.index.reserve(frames + frames_more)
 
@@ -138,7 +139,7 @@ def make_room(state: NodeState, memory: FolderMemory, frame_class: FrameClass, c
 
 @dataclass(slots=True)
 class Scan:
-    """Progress of the scan of NVMe after a start: ``pages_done`` of ``pages`` frames were read."""
+    """Progress of the scan of NVMe after startup: ``pages_done`` of ``pages`` frames were read."""
 
     pages: int = 0
     pages_done: int = 0
@@ -183,15 +184,15 @@ class Node:
 
     Attributes:
         state: all decisions so far.
-        contents: the tables of the data, for threads that read while the node decides.
+        contents: the tables and pages, for threads that read while the node decides.
         waiting: decided work that other threads carry out.
         sessions: the clients that are alive, and their counters.
-        puts: takes in the puts that clients publish.
+        puts: applies the puts that clients publish.
         events: the log of changes to pages.
         scan: progress of the scan of NVMe.
-        nvme_failures: path of each target that is not used, or no longer written to -> the reason.
+        nvme_failures: path of a target that is not used, or no longer written to -> the reason.
         ending: calls are refused, and long calls stop early.
-        kv_last: returns the number of the last published KV event; None if none are published.
+        kv_last: returns the number of the last published KV event; None if no events are published.
     """
 
     def __init__(
@@ -316,8 +317,9 @@ class Node:
         """Make the former contents of these frames unreadable. Returns the places whose device failed: a reboot may
         restore their objects.
 
-        Objects that are deleted, or that leave NVMe, are erased without the mutex. Their frames are RETIRING until
-        then: no reader reads them and no writer receives them. If the daemon is killed, the next start continues.
+        Objects that are deleted, or removed from NVMe, are erased without the mutex. Their frames are RETIRING until
+        then: no reader reads them and no writer receives them. If the daemon is killed, the next start continues the
+        erasure.
 
         A caller that deletes objects waits for the erasure, so that a deleted object stays deleted. The mover erases
         all other objects. Until it has, their keys cannot be stored or deleted (``Status.BUSY``).
@@ -349,7 +351,7 @@ class Node:
             raise Unavailable("an object is deleted, but its device fails: a reboot may bring it back")
 
     def check_class(self, frame_class: FrameClass) -> None:
-        """Raise InvalidRequest if a page of that class is larger than an extent."""
+        """Raise InvalidRequest if a page of this class is larger than an extent."""
         extent_bytes = self.state.segment.extent_bytes
         if frame_class.frame_bytes > extent_bytes:
             limit = f"must fit into an extent of {format_size(extent_bytes)} (got {frame_class.page_bytes})"
@@ -441,7 +443,7 @@ class Node:
     def check_words(self) -> int:
         """Compare every record's word with the state, and correct the words that differ.
 
-        If a page is sealed there, drop it as damaged. Returns how many pages were dropped.
+        If such a record's page is sealed, drop it as damaged. Return how many pages were dropped.
         """
         sealed: list[Address] = []
         extents = [item for space in self.state.spaces.values() for item in space.segment.extents.items()]
@@ -490,7 +492,7 @@ class Node:
 
     @while_running(None)
     def save_all(self, bytes_max: int) -> do.Reply | None:
-        """Decide what to save next before DRAM is lost, see ``events.SaveAll``. None: nothing can be saved."""
+        """Decide what to save next before DRAM is lost, see ``events.SaveAll``. Return None if nothing can be saved."""
         if not self._tables_fit(Tier.NVME):
             return None
         return self._decide(ev.SaveAll(time.monotonic_ns(), bytes_max, self._day_bytes_left()))

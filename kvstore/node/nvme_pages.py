@@ -51,11 +51,11 @@ from kvstore.tier.nvme.frame_header import FrameHeader, layer_sums, payload_sum
 
 log = logging.getLogger("kvstore.nvme")
 
-START_SHIFT: Final = 32  # of a generation's 56 bits: 2**32 pages per start, and 2**24 starts
+START_SHIFT: Final = 32  # splits a generation's 56 bits: 2**32 pages per start, and 2**24 starts
 THREADS: Final = 6  # runs per device that are copied, verified or written at the same time ...
 WRITES_MAX: Final = 3  # ... and how many of them are in a write call
-READ_BYTES: Final = 1 << 20  # of consecutive frames per read of a scan; a larger page has a read of its own
-COPY_BYTES: Final = 4 << 20  # of consecutive frames per system call of a copy: each call takes a thread and the GIL
+READ_BYTES: Final = 1 << 20  # bytes of consecutive frames per read of a scan; a larger page has a read of its own
+COPY_BYTES: Final = 4 << 20  # bytes of consecutive frames per system call of a copy; each takes a thread and the GIL
 IO, DATA, RECORD, MOVED = "io", "data", "record", "moved"
 EMPTY = "empty"  # a header of zeros: the frame was never written
 
@@ -127,7 +127,7 @@ class NvmeExtents:
         self._stale.discard(position)
 
     def withdraw_checkpoint(self, table: ExtentTable) -> dict[int, OSError]:
-        """Make the next start scan this extent, unless a new checkpoint is written before.
+        """Make the next start scan this extent, unless a new checkpoint is written before then.
 
         Call this if a page of the extent is damaged. The old directory still names that page, and could keep the next
         start from adopting a valid copy in another extent. Returns the position and its error if the device failed.
@@ -252,12 +252,12 @@ class NvmePages:
 
     @property
     def generation(self) -> int:
-        """A number below all generations of this start, and above those of earlier starts."""
+        """A number between all generations of earlier starts and all generations of this start."""
         return self.devices.starts << START_SHIFT
 
     @property
     def incarnation(self) -> int:
-        """The incarnation of the set of devices. Tables of another incarnation are void."""
+        """The incarnation of the set of devices. Tables from another incarnation are void."""
         return self.devices.incarnation
 
     @property
@@ -271,7 +271,7 @@ class NvmePages:
         return self.devices.positions
 
     def frames_of(self, frame_class: FrameClass) -> int:
-        """Return the number of frames in an extent of that class; 0 if not even one fits."""
+        """Return how many frames of this class fit in an extent; 0 if not even one fits."""
         return self.devices.frames_of(frame_class)
 
     def header_bytes(self, frame_class: FrameClass) -> int:
@@ -279,7 +279,7 @@ class NvmePages:
         return self.devices.header_bytes(frame_class)
 
     def header_incarnation(self, position: int) -> int:
-        """Return the incarnation in the headers of frames at this position, which is their device's."""
+        """Return the incarnation in the headers of frames at this position. It is the incarnation of their device."""
         return self.devices.header_incarnation(position)
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
@@ -316,7 +316,7 @@ class NvmePages:
     # --- down: DRAM to NVMe -----------------------------------------------------------------------------------------
 
     def save(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> CopyResult:
-        """Write these pages, of one class, to one device durably. Pages that changed or are damaged are in ``failed``.
+        """Write these pages of one class durably to one device. Pages that changed or are damaged are in ``failed``.
 
         Their extents stay open for writing. The caller stores the records and then calls ``close_for_writing``.
         """
@@ -355,7 +355,8 @@ class NvmePages:
             result.failed |= {i: IO for i, position in enumerate(positions) if position in on_device}
 
     def _open(self, positions: set[int], result: CopyResult) -> set[int]:
-        """Open these positions for writing, device by device. Returns the open ones; the others are in ``broken``."""
+        """Open these positions for writing, device by device. Return the open positions; the others are in
+        ``broken``."""
         opened: set[int] = set()
         by_device: defaultdict[str, set[int]] = defaultdict(set)
         for position in positions:
@@ -369,7 +370,8 @@ class NvmePages:
         return opened
 
     def _sync(self, positions: Iterable[int]) -> dict[int, OSError]:
-        """Sync the devices of these positions. Returns one position and the error of each device that failed."""
+        """Sync the devices of these positions. Return, for each device that failed, one of its positions and the
+        error."""
         broken = {}
         for device, position in {self.devices.place(position)[0]: position for position in positions}.items():
             try:
@@ -435,7 +437,7 @@ class NvmePages:
     # --- across: from one extent of NVMe to others ------------------------------------------------------------------
 
     def carry(self, pages: list[Copying], tables: Tables) -> CopyResult:
-        """Copy these pages, of one class, durably into other frames of NVMe, under their new addresses.
+        """Copy these pages of one class durably into other frames of NVMe, under their new addresses.
 
         The source frames do not change. Pages that changed, are damaged or cannot be written are in ``failed``. Call
         ``close_for_writing`` afterwards, as for ``save``.
@@ -489,7 +491,7 @@ class NvmePages:
     # --- up: NVMe to DRAM -------------------------------------------------------------------------------------------
 
     def load(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> CopyResult:
-        """Read these pages, of one class, from one device into their DRAM frames, and verify them."""
+        """Read these pages of one class from one device into their DRAM frames, and verify them."""
         frame_class = tables[pages[0].source.extent].frame_class
         result = CopyResult.empty(frame_class, len(pages))
         runs = list(_runs([page.source for page in pages], frame_class))
@@ -524,20 +526,20 @@ class NvmePages:
         The reason is one of ``frame_header.REASONS``, ``EMPTY``, or ``IO`` if the device cannot read the frame.
 
         Raises:
-            OSError: the device does not answer.
+            OSError: the device is not responding.
         """
         with self._bounces.borrow(count * geometry.stride_bytes(table.frame_class)) as buffer:
             return self._read_run(table, first, buffer.reshape(count, -1))
 
     def _read_run(self, table: ExtentTable, first: int, slots: Rows) -> list[FrameHeader | str]:
-        """Do what ``read`` does, into ``slots`` ``[frames, stride_bytes]``: in each a header and its page."""
+        """Do what ``read`` does, into ``slots`` ``[frames, stride_bytes]``. Each slot gets a header and its page."""
         frame_class = table.frame_class
         head = geometry.header_bytes(frame_class)
         headers, payloads = slots[:, :head], slots[:, head:]
         try:
             self.devices.read_run(table.position, first, frame_class, slots)
         except OSError as error:
-            if is_silent(error):  # no frame can be read now, and the buffer must not be used again
+            if is_silent(error):  # no frame can be read now, and the buffer must never be reused
                 raise
             if len(slots) > 1:  # read one by one, so that one unreadable frame does not fail the others
                 return [self._read_run(table, first + i, slots[i : i + 1])[0] for i in range(len(slots))]

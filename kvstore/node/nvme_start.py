@@ -44,7 +44,7 @@ def secret_on_nvme(config: NodeConfig, folder: NodeFolder) -> bytes | None:
 
 
 def _superblocks(config: NodeConfig) -> Iterator[Superblock]:
-    """Yield the superblocks of targets that some node has formatted."""
+    """Yield the superblocks of all targets that a node has formatted."""
     for target in config.nvme:
         with contextlib.suppress(InvalidRequest, OSError):
             open_disk = partial(FileDisk.open, target.path, target.size, writable=False)
@@ -64,7 +64,7 @@ def _owner(config: NodeConfig, folder: NodeFolder) -> str:
 def open_nvme(
     config: NodeConfig, folder: NodeFolder, failures: dict[str, str], secret: bytes | None = None
 ) -> NvmePages | None:
-    """Open all targets. Returns None if there are none, or none works.
+    """Open all targets. Returns None if there are no targets, or if none of them works.
 
     Adds targets that fail to ``failures``. New targets get the pool's ``secret``.
 
@@ -94,7 +94,7 @@ def _open_device(
 ) -> NvmeDevice:
     """Open one target. Reformat it only if ``nvme_format`` is set and it cannot be used as it is.
 
-    So a unit file that always has the flag does not drop all pages at every start.
+    So a unit file can always have the flag without dropping all pages at every start.
     """
     try:
         return _open_or_create(config, target, ownership, extent_bytes, mode, format=False)
@@ -160,7 +160,7 @@ def open_tables(folder: NodeFolder, nvme: NvmePages, tables: dict[int, ExtentTab
     Removes the tables of extents that are on no device, and of extents that lost frames with a device's tail.
     """
     extents = {extent.number: extent for extent in nvme.devices.extents.values()}
-    loading = folder.path / LOADING  # if it exists, a kill has left tables that are partly filled
+    loading = folder.path / LOADING  # if it exists, tables are only partly filled because of a kill
     for number, table in list(tables.items()):
         is_doubtful = loading.exists() or number in nvme.devices.doubted
         if table.tier == nvme.tier and (is_doubtful or not _is_same(table, extents.get(number))):
@@ -185,7 +185,7 @@ def _is_same(table: ExtentTable, extent: ExtentOnDisk | None) -> bool:
 
 
 def _create_table(folder: NodeFolder, nvme: NvmePages, extent: ExtentOnDisk) -> ExtentTable:
-    """Create an extent's table from its directory; without one, with all frames QUARANTINED."""
+    """Create an extent's table from its directory. Without a directory, all its frames are QUARANTINED."""
     place = extent.number, extent.position, extent.frame_class, nvme.incarnation, extent.frames
     table = ExtentTable.create(folder, *place, tier=nvme.tier)
     directory = None

@@ -29,7 +29,7 @@ from kvstore.config import NodeConfig
 from kvstore.shm.folder import EMBEDDED_PREFIX
 
 SYSTEMCTL_S = 2.0
-# The namespaces of the machine itself always have these numbers (linux/proc_ns.h).
+# The host's own namespaces always have these numbers (linux/proc_ns.h).
 _MACHINE_PIDS, _MACHINE_IPC = "pid:[4026531836]", "ipc:[4026531839]"
 _UTMP = struct.Struct("<hxxi376x")  # type, pid; the pid of a runlevel record has the letters of the runlevel
 _RUN_LVL = 1
@@ -37,7 +37,7 @@ _RUNNING = ("initializing", "starting", "running", "degraded", "maintenance")
 
 
 def ask_systemd() -> str:
-    """Return the output of ``systemctl is-system-running``; "" if it does not run or does not answer."""
+    """Return the output of ``systemctl is-system-running``; "" if it cannot be run or gives no answer."""
     try:
         command = subprocess.run(
             ["systemctl", "is-system-running"], capture_output=True, text=True, timeout=SYSTEMCTL_S, check=False
@@ -54,7 +54,7 @@ class Surroundings:
     Attributes:
         systemd: returns the state of systemd, see ``ask_systemd``.
         proc, run: the folders.
-        pid, parent: ids of this process and its parent; 0: look them up.
+        pid, parent: ids of this process and its parent; 0 means that they are looked up.
     """
 
     systemd: Callable[[], str] = ask_systemd
@@ -65,7 +65,7 @@ class Surroundings:
 
 
 def reason_of_loss(name: str, around: Surroundings | None = None) -> str:
-    """Return why the memory of the node with that name will be lost when this process ends; "" if it stays."""
+    """Return why the memory of the node with this name will be lost when this process ends; "" if it stays."""
     around = around or Surroundings()
     if name.startswith(EMBEDDED_PREFIX):
         return "the store has no name"
@@ -83,7 +83,8 @@ def reason_of_loss(name: str, around: Surroundings | None = None) -> str:
 
 
 def save_s(config: NodeConfig, name: str, around: Surroundings | None = None) -> tuple[float, str]:
-    """Return how many seconds the stop may take to save what only DRAM has, and why; 0 if nothing is to be saved."""
+    """Return how many seconds the stop may take to save what only DRAM has, and the reason; 0 seconds if nothing has to
+    be saved."""
     if not config.nvme or config.on_stop == "keep":
         return 0.0, ""
     why = "on_stop is save" if config.on_stop == "save" else reason_of_loss(name, around)

@@ -2,8 +2,8 @@
 
 ``dump`` lists all pages of a node without locking it for long. It reads the frames in slices, and the node continues
 between two slices. Then it applies the events that were logged in the meantime. A page that only moved is in no event,
-and may have moved from a frame that was not read yet to one that was. So ``dump`` reads all frames once more at the
-end, and adds the pages that it did not see in that frame before.
+and might have moved from a frame that was not read yet into a frame that was already read. So ``dump`` reads all frames
+once more at the end, and adds the pages that it did not see in the same frame before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def dump(node: Node, secret: bytes | None) -> tuple[int, Entries] | None:
     """Return the number of the last event included, and all pages of the node; None if its log lost events.
 
     Args:
-        secret: the pool's secret, which is mixed into the fingerprints (see ``veil_of``); None: plain fingerprints.
+        secret: the pool's secret, which is mixed into the fingerprints (see ``veil_of``). With None, fingerprints are
+            plain.
 
     Raises:
         Unavailable: the node is stopping.
@@ -63,7 +64,7 @@ def entries(events: list[PageEvent], secret: bytes | None) -> Entries:
 
 
 Seen = dict[int, npt.NDArray[np.uint64]]
-"""Maps an extent to the generations of its frames that were seen sealed; 0 for a frame that was not."""
+"""Extent -> for each frame, the generation under which it was seen sealed, or 0 if it was not."""
 
 
 def _begin(performer: Performer, state: NodeState) -> tuple[int, list[tuple[int, int]]]:
@@ -133,7 +134,7 @@ def _between(log: EventLog, after: int, until: int) -> list[PageEvent] | None:
     return between
 
 
-EVENTS: Final = 1000  # applied at a time
+EVENTS: Final = 1000  # events applied at a time
 
 
 class PageFeed:
@@ -147,7 +148,8 @@ class PageFeed:
         self._secret: bytes | None = None
 
     def veil(self, secret: bytes | None) -> None:
-        """Mix this secret of the pool into fingerprints from now on (see ``veil_of``); None: use plain fingerprints."""
+        """From now on, mix this secret of the pool into fingerprints (see ``veil_of``). With None, use plain
+        fingerprints."""
         if secret != self._secret:
             self._secret = secret
             self._plan.restart()

@@ -3,7 +3,7 @@
 The state also reads records through it (``startup.TierView``). One thread at a time uses a performer.
 
 A decision cannot be half performed: if a table could not be created in the middle, state, records and index would
-contradict each other. So the node creates spare tables first (``SpareTables``), and tells the state how many there are
+contradict each other. So the node creates spare tables first (``SpareTables``), and gives the state their number
 (``Segment.tables``). An extent that is carved takes one of them.
 
 Copies between tiers take long. The performer puts them into ``Waiting``, and the threads of ``background`` carry them
@@ -57,14 +57,15 @@ from kvstore.tier.dram import DramStore
 
 log = logging.getLogger("kvstore.node")
 
-CLASSES_MAX = 4  # classes with spare tables: those of the latest requests
+CLASSES_MAX = 4  # number of classes with spare tables: the most recently requested classes
 UNSTAMPED_MAX = 16384  # sealed pages in the queue for checksums; a sweep of the scrubber finds the others
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 # The tail of a granted frame's record: ``info``, then the first writer. Sum, deadline, group, other writers are zero.
 _GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
 
 DECIDED = boundary.StateGuard("state/node")
-"""Surrounds each decision and its performance. If one fails half-way, the state cannot be trusted: a daemon ends."""
+"""The guard around each decision and its performance. If either fails half-way, the state cannot be trusted, and a
+daemon ends."""
 
 DeviceWrite = do.Save | do.Carry | do.Erase
 
@@ -83,9 +84,10 @@ class SpareTables:
         self.blocked = False
 
     def fill(self, frame_class: FrameClass, frames: int, count: int) -> int:
-        """Create spare tables of a class until there are ``count``. Returns how many there are, at most ``count``.
+        """Create spare tables of a class until there are ``count``. Return how many there are, at most ``count``.
 
-        There are fewer if memory runs out, or descriptors do (``blocked``). Spare tables are mapped already. So
+        There are fewer if memory or descriptors run out (``blocked`` if descriptors).
+        Spare tables are mapped already. So
         ``take`` needs neither.
         """
         self.blocked = False
@@ -214,7 +216,7 @@ class Performer:
         return self.tables[extent].extra(frame)
 
     def parent(self, extent: int, frame: int) -> bytes:
-        """Return the key of the page before; the root for page 0."""
+        """Return the key of the preceding page; for page 0, the root."""
         return self.tables[extent].parent(frame)
 
     def standing(self, extent: int, frame: int) -> int:
@@ -222,7 +224,7 @@ class Performer:
         return standing_of(self.tables[extent].info(frame))
 
     def last_use_ns(self, extent: int, frame: int) -> int:
-        """Return when the page was last used. A time in the future (damaged, or hostile) counts as now."""
+        """Return the last use of the page. A time in the future (damaged, or hostile) counts as now."""
         return min(self.tables[extent].used_ns(frame), self._now_ns())
 
     def run(self, extent: int, frames: slice) -> ChainRun:
@@ -234,7 +236,8 @@ class Performer:
         return ChainRun(keys.tobytes(), parents.tobytes(), [standing_of(info) for info in infos.tolist()], used_ns)
 
     def key_of(self, address: Address) -> bytes:
-        """Return the key under which the index lists a sealed page; the key in its record if no key has the address."""
+        """Return the key under which the index lists a sealed page, or the key in its record if the index does not list
+        the address."""
         key = self.key(address.extent, address.frame)
         tier = self.tables[address.extent].tier
         if self.index.find(tier, key) != address:
@@ -281,7 +284,7 @@ class Performer:
 
     def _carve(self, instruction: do.Carve) -> None:
         number, store = instruction.extent, self.stores[instruction.tier]
-        self.header.next_extent = number + 1  # stored first, so that no number is used twice
+        self.header.next_extent = number + 1  # stored first, so that no number is reused
         files = self.spares.take(instruction.frame_class) if store.mapped else None
         self.tables[number] = ExtentTable.create(
             self.folder,
@@ -372,11 +375,11 @@ class Performer:
                 failpoint.hit("node.word")
             self._write_words(table, addresses[places], SEALED)
             if instruction.rows is None:
-                # After the word: if the frame is RESERVED, a start reads the page's shards here. After a kill in
-                # between, the page's place in the chain is wrong, but that is only a hint.
+                # Written after the word, because in a RESERVED frame startup reads the page's shards here. After a kill
+                # in between, the page's place in the chain is wrong, but that is only a hint.
                 table.column(fmt.info)[frames] = np.array(infos, np.uint64)
             if sums is not None:
-                if fmt.tail:  # after the word: if the frame is RESERVED, a start reads its writers here
+                if fmt.tail:  # after the word: in a RESERVED frame, startup reads the writers here
                     table.rows[frames, fmt.checksums] = sums[places].view(np.uint8)
                 table.column(fmt.info)[frames] |= np.uint64(STAMPED << 48)
         self._index_ops.append((tier, instruction.keys, addresses))
@@ -414,7 +417,7 @@ class Performer:
             self.events.append_sealed("put", Tier.HBM, keys, instruction.root, spans=instruction.spans)
 
     def _write_mounts(self, instruction: do.WriteMounts) -> None:
-        # Stored first, so that no number is used twice.
+        # Stored first, so that no number is reused.
         self.header.next_extent = max(self.header.next_extent, instruction.next_extent)
         self.header.mounts = instruction.count
 

@@ -1,13 +1,13 @@
-"""PutDrain: takes in the requests that clients published in the log of puts, before each decision of the node.
+"""PutDrain: before each decision of the node, it takes in the requests that clients published in the log of puts.
 
 A record contains a request in the bytes that the control socket uses. The functions at the top turn such bytes into
 events, for both sources. Puts are performed together, in one transaction of the index, and then marked in the log.
 
-If a page is rejected because another writer was first or its parent has left, its frame is free at once, and the writer
-gets no reply. An invalid record is skipped. A damaged slot is not read further, and its frames are freed when its
-session ends.
+If a page is rejected because another writer was first or its parent was evicted, its frame is free at once, and the
+writer gets no reply. An invalid record is skipped. A damaged slot is not read further, and its frames are freed when
+its session ends.
 
-A parent may leave for NVMe just before its child is published. Then the child is saved to NVMe too. Its record stays in
+A parent might move to NVMe just before its child is published. Then the child is saved to NVMe too. Its record stays in
 the log until the save has ended, and is retried every ``RETRY_S``, also by the next daemon. Later records do not wait
 for it.
 """
@@ -46,7 +46,7 @@ GROUP_PAGES = 64  # pages of a group of records; bounds the memory of its index 
 RETRY_S = 0.005  # between retries of records whose pages are being saved to NVMe
 _BUSY = int(Status.BUSY)
 _READ = boundary.RequestGuard("control/published")
-# Performed together. After one of them, others usually follow, so the log is polled more often.
+# These are performed together. After one of them, others usually follow, so the log is polled more often.
 _BATCHED = ev.SealGranted, ev.SealObjects, ev.Publish, ev.Retract
 
 ClassOf = Callable[[int], FrameClass | None]
@@ -102,7 +102,7 @@ def objects_event(session: int, message: Message, class_of: ClassOf, now_ns: int
 
 
 def _of_class(addresses: list[Address], frame_class: FrameClass, class_of: ClassOf) -> list[Address]:
-    """Return the addresses; in place of those in dropped extents, addresses that are of no frame.
+    """Return the addresses. Each address in a dropped extent is replaced with one that names no frame.
 
     Raises:
         InvalidRequest: an extent has frames of another class.
@@ -166,8 +166,8 @@ class _DelayedSlot:
     """A slot with a record that must be retried, because its pages are being saved to NVMe.
 
     Attributes:
-        stop: up to where the slot was published when it was read.
-        retry_s: when to read it again.
+        stop: the published position of the slot when it was read.
+        retry_s: when to read the slot again.
         done: positions of later records that are already taken in.
     """
 
@@ -181,8 +181,8 @@ class _Record(NamedTuple):
 
     Attributes:
         position: the end of the record.
-        stop: up to where the slot was published when the record was read.
-        event: None for an invalid record, or one that is already taken in.
+        stop: the published position of the slot when the record was read.
+        event: the record's event; None if the record is invalid or already taken in.
     """
 
     slot: int
@@ -232,7 +232,7 @@ class PutDrain:
     def take_in(self) -> None:
         """Take in all published records. The caller holds the mutex, and calls ``Book.flush`` afterwards.
 
-        Takes half a microsecond if there are none.
+        This takes half a microsecond if there are no records.
         """
         puts = self._puts
         if puts is None or puts.is_drained:
@@ -347,7 +347,7 @@ class PutDrain:
                     self._mark(puts, record, _BUSY not in page_statuses)
 
     def _decide(self, event: ev.Event, statuses: list[list[int]]) -> list[do.Instruction]:
-        """Return the instructions of an event. Replaces the last item of ``statuses`` by the reply's."""
+        """Return the instructions of an event. Replace the last item of ``statuses`` with the reply's statuses."""
         *instructions, reply = self._state.handle(event)
         assert type(reply) is do.Reply, "the state replies to these events"
         statuses[-1] = reply.statuses

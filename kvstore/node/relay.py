@@ -23,7 +23,7 @@ from kvstore.tier.nvme import frame_header
 from kvstore.tier.nvme.disk import aligned_buffer
 from kvstore.tier.nvme.frame_header import FrameHeader
 
-BATCH_BYTES = 8 << 20  # per decision
+BATCH_BYTES = 8 << 20  # bytes per decision
 
 _COPYING = boundary.RequestGuard("task/relay copy")
 
@@ -92,7 +92,7 @@ class Relay:
 def relay(
     pages: list[do.Copying], tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore
 ) -> CopyResult:
-    """Copy these pages, of one class, from tier to tier. Pages that changed or are damaged are in ``failed``.
+    """Copy these pages of one class from tier to tier. Pages that changed or are damaged are in ``failed``.
 
     Their extents stay open for writing. The caller stores the records and then closes them.
     """

@@ -1,8 +1,8 @@
 """Scanner: after a reboot, finds the pages in extents that were written to after their last checkpoint.
 
 The frames of these extents are QUARANTINED. The scanner reads every frame and verifies header and payload. After the
-last frame it offers all valid pages to the node: parents before children, and the latest page first if several have one
-key. The node frees the frames of pages that it does not adopt. It serves requests during the scan.
+last frame it offers all valid pages to the node: parents before children, and the latest page first if several pages
+have the same key. The node frees the frames of pages that it does not adopt. It serves requests during the scan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore.tier.nvme.frame_header import FrameHeader
 
 log = logging.getLogger("kvstore.nvme")
 
-ADOPT_PAGES = 256  # per event, so that other events are decided in between
+ADOPT_PAGES = 256  # pages per event, so that other events are decided in between
 
 
 class Scanner:
@@ -37,8 +37,8 @@ class Scanner:
     def run(self, stopped: threading.Event) -> bool:
         """Scan all QUARANTINED frames and offer the pages; return False if ``stopped`` was set before the end.
 
-        Then the next start scans again. After an error this may be called again: pages that were not adopted are still
-        QUARANTINED.
+        In that case the next start scans again. After an error, this can be called again: pages that were not adopted
+        are still QUARANTINED.
         """
         nvme = self._node.nvme
         extents = [] if nvme is None else [(t, f) for t in self._node.nvme_tables() if len(f := _quarantined(t))]
@@ -73,7 +73,7 @@ class Scanner:
                     pages = nvme.read(table, frame, length)
                 except OSError as error:
                     log.error("frames could not be read: %s", error)
-                    self._node.device_failed({table.position: error})  # no more writes, so that its pages stay
+                    self._node.device_failed({table.position: error})  # nothing more is written, so that its pages stay
                     continue
                 for page in pages:
                     if isinstance(page, FrameHeader):

@@ -1,4 +1,4 @@
-"""Scrubber: computes the checksums of newly sealed pages and verifies those of stored pages, at a limited byte rate.
+"""Scrubber: computes checksums of newly sealed pages and verifies checksums of stored pages, at a limited byte rate.
 
 The scrubber reads records and data without the node's mutex, and compares the record's word before and after. A page
 that changed in the meantime is skipped. A page that gets checksums becomes the event ``Stamped``, a damaged page the
@@ -21,9 +21,9 @@ from kvstore.shm.records import ExtentTable
 from kvstore.state import events as ev
 from kvstore.state.interfaces import Rows
 
-SLICE_S = 0.05  # one call of ``step`` uses the byte rate of this time
+SLICE_S = 0.05  # one call of ``step`` may process as many bytes as the byte rate allows in this time
 WORK_S, PAUSE_S = 40e-6, 60e-6
-VERIFY_S = 0.004  # of each slice, with pauses: small pages take more time than their bytes suggest
+VERIFY_S = 0.004  # longest work per slice, with pauses: small pages take more time than their bytes suggest
 STAMP_RATE_FACTOR = 4  # newly sealed pages are stamped this many times faster than stored pages are verified
 
 
@@ -58,7 +58,8 @@ class Scrubber:
         self._bytes_per_s = bytes_per_s
         self._pauses = GilPauses()
         self._mutex = threading.Lock()
-        # What remains of this sweep, the next one last: extent, number of pages, and the frames once it was started.
+        # The remaining extents of this sweep, the next one last: number, number of pages, and the frames once it was
+        # started.
         self._sweep: list[tuple[int, int, npt.NDArray[np.uint32] | None]] = []
         self._sweeps = 0  # completed
         self._sweeps_requested = 0  # ``_sweeps`` after the requested sweep
@@ -70,7 +71,7 @@ class Scrubber:
         self._asked_pages = 0  # verified by the last requested sweep that is completed, on NVMe too
 
     def stats(self) -> dict[str, Any]:
-        """Return the number of completed sweeps, the pages of the last ones, and totals since the start."""
+        """Return the number of completed sweeps, how many pages the last ones verified, and totals since startup."""
         return {
             "sweeps": self._sweeps,
             "sweep_pages": self._sweep_pages,
@@ -82,7 +83,8 @@ class Scrubber:
         }
 
     def request_sweep(self) -> int:
-        """Start to verify all pages once, at full speed. Returns the value of ``sweeps`` at which it is completed."""
+        """Start verifying all pages once, at full speed. Return the value that ``sweeps`` has once this is
+        completed."""
         with self._mutex:
             self._sweep = []
             self._sweeps_requested = self._sweeps + 1
@@ -167,7 +169,7 @@ class Scrubber:
         return Status.OK
 
     def _check_mapped(self, table: ExtentTable, address: Address) -> tuple[str, Any]:
-        """Return what is damaged, or "", and the checksums if the page has none yet, or None."""
+        """Return (what is damaged or "", the new checksums if the page had none or None)."""
         record = table.record(address.frame)
         if not record.is_sound():
             return "record", None
@@ -179,7 +181,7 @@ class Scrubber:
         return ("" if np.array_equal(sums, record.checksums) else "data"), None
 
     def _check_unmapped(self, table: ExtentTable, address: Address) -> tuple[str, None]:
-        """Do what ``_check_mapped`` does, for a page that was written with its checksums. Pages on NVMe are read."""
+        """Do what ``_check_mapped`` does for a page that was written with its checksums. Pages on NVMe are read."""
         record = table.record(address.frame)
         if not record.is_sound():
             return "record", None
@@ -189,7 +191,7 @@ class Scrubber:
             return "", None
         try:
             return nvme.verify(table, address), None
-        except OSError as error:  # the device does not answer, which says nothing about the page
+        except OSError as error:  # the device is not responding, which says nothing about the page
             self._node.device_failed({table.position: error})
             return "", None
 

@@ -1,11 +1,11 @@
-"""Control server: serves the clients of this machine over a unix socket, in one thread.
+"""Control server: serves the clients on this machine over a unix socket, in one thread.
 
 A request takes tens of microseconds. It is one datagram of at most ``MESSAGE_BYTES_MAX``. The server takes one datagram
 per connection and round. It disconnects a client that does not read its replies when the socket's buffer is full.
 
 Long admin calls, checksums of many pages, and deletions that wait for NVMe run in other threads (``SLOW_THREADS``,
 ``DELETE_THREADS``), so that no other call waits for them. Replies of a connection are in the order of its requests. So
-a connection with such a call is not read until the call ends, and there are at most as many calls as connections.
+a connection with such a call is not read until the call ends, and each connection has at most one such call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HELLO_S = 5.0  # a connection without a HELLO is closed after this time
 BACKLOG = 128
 CONNECTIONS_MAX = 1024
 SLOW_THREADS = 4
-DELETE_THREADS = 32  # a device that does not answer blocks each thread for ``nvme_answer_s``, once
+DELETE_THREADS = 32  # a device that is not responding blocks each thread once, for ``nvme_answer_s``
 ACCEPT_PAUSE_S = 0.25  # after a connection could not be accepted
 JOIN_S = 5.0
 
@@ -54,7 +54,7 @@ class _Connection:
 
     Attributes:
         session: 0 until the client has sent HELLO.
-        since_s: when the connection was accepted.
+        since_s: time at which the connection was accepted.
         has_slow_call: a call runs in another thread. The connection is not read until it ends.
     """
 

@@ -12,8 +12,8 @@ it. So all files get a new incarnation, which makes clients of any version map t
 one, and the header last, where clients look. So clients find either all files or none. If a kill interrupts this, the
 next start continues (``Header.growing_to``).
 
-*Smaller.* The file keeps its length, because it is mapped. Positions beyond the new bound are not carved any more.
-Pages there move or leave when no lease and no writer needs them (``state.node_state``). Then the memory is freed.
+*Smaller.* The file keeps its length, because it is mapped. Positions beyond the new bound are no longer carved. Pages
+there are moved or evicted when no lease and no writer needs them (``state.node_state``). Then the memory is freed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ log = logging.getLogger("kvstore.node")
 EXTENT_BYTES_MAX = 128 * MIB
 EXTENTS_AIMED_AT = 16
 LARGE_PAGE = 2 * MIB  # larger extents are multiples of this, so that tmpfs can use large pages
-INDEX_BYTES_PER_FRAME = 256  # of the map: four times an entry, so that snapshots of readers fit too
+INDEX_BYTES_PER_FRAME = 256  # size of the map: four times an entry, so that snapshots of readers fit too
 INDEX_BYTES_MIN = 16 * MIB
 TABLES_BYTES_MIN = 1 * MIB
 BOOK_HEAD_BYTES = 256  # more than the first line of a book, which has the incarnation
@@ -76,7 +76,8 @@ class LowerTier:
     """A tier below DRAM.
 
     Attributes:
-        open: opens its store; returns None if the node has no such tier. The arguments are those of ``open_nvme``.
+        open: opens the tier's store; returns None if the node has no such tier. The arguments are those of
+            ``open_nvme``.
         rules: returns when pages are copied to this tier and back.
     """
 
@@ -91,7 +92,7 @@ def nvme_rules(config: NodeConfig) -> TieringRules:
 
 
 LOWER_TIERS: dict[Tier, LowerTier] = {Tier.NVME: LowerTier(open_nvme, nvme_rules)}
-"""The tiers below DRAM, the fastest first. A new tier needs a class (``TierStore``) and a row here."""
+"""The lower tiers, the fastest first. A new tier needs a class (``TierStore``) and a row here."""
 
 
 def start(config: NodeConfig, failures: dict[str, str]) -> tuple[Performer, NodeState]:
@@ -148,7 +149,7 @@ def extent_bytes_of(config: NodeConfig) -> int:
 
 
 def _clear(folder: NodeFolder) -> None:
-    """Remove the files of another boot or incarnation. They are of no use, and would keep their memory."""
+    """Remove files from another boot or incarnation, which cannot be used but take memory."""
     for extent in folder.extents():
         remove_tables(folder, extent)
     for epoch in folder.epochs():
@@ -226,7 +227,7 @@ def resize(config: NodeConfig, folder: NodeFolder, header: Header, segment: Segm
 
 
 def _change_incarnation(folder: NodeFolder, header: Header) -> None:
-    """Give all files the incarnation ``header.growing_to``. If this is interrupted, call it again."""
+    """Give all files the incarnation ``header.growing_to``. Idempotent: call it again if it was interrupted."""
     old, new = header.incarnation, header.growing_to
     for name in (NAMES, PINS):
         _rename_book(folder.path / name, old, new)
@@ -287,7 +288,7 @@ def recover_tiers(
     stores: dict[Tier, TierStore],
     now_ns: Callable[[], int],
 ) -> tuple[Performer, NodeState]:
-    """Recover a node from its files and open ``stores``, whenever its last daemon ended.
+    """Recover a node from its files, no matter when its last daemon ended, and open ``stores``.
 
     ``now_ns`` is the clock of the deadlines in the files.
     """
@@ -359,8 +360,8 @@ def _drop_lost(
 ) -> Quarantine:
     """Drop the ``lost`` extents, whose tables are damaged.
 
-    Returns the positions where a living session may still write: those of the lost extents, and those in the quarantine
-    of earlier starts.
+    Returns the positions where a living session might still write: positions of the lost extents, and positions in the
+    quarantine of earlier starts.
     """
     carved = {table.position for table in performer.tables.values() if performer.stores[table.tier].mapped}
     vacant = set(range(performer.dram.segment.positions)) - carved
@@ -489,7 +490,7 @@ def read_extent(table: ExtentTable) -> StoredExtent:
 
 
 def mount_events(folder: NodeFolder, header: Header, living: Collection[int], now_ns: int) -> Iterator[ev.RestoreMount]:
-    """Yield one event per mounted segment whose engine is alive. Remove damaged tables, and those of dead engines.
+    """Yield one event per mounted segment whose engine is alive. Remove damaged tables, and tables of dead engines.
 
     Engines continue to write in the meantime. What they publish is taken in later, and takes precedence: if a frame
     has another page by then, that page has a newer generation.

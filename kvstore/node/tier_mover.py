@@ -1,15 +1,14 @@
 """Mover: copies pages between DRAM and NVMe and within NVMe, and writes the checkpoints of NVMe extents.
 
 The state decides what to copy (``state.tiering.tiering``). The mover copies without the node's mutex and reports the
-results. The state protects a page while it is copied. A page that changes all the same is detected by its record's
-word.
+results. The state protects a page while it is copied. If a page changes all the same, its record's word shows it.
 
-Each device has two lanes, one for writes and one for reads, so that a device that does not answer delays only its own
+Each device has two lanes, one for writes and one for reads, so that a device that is not responding delays only its own
 work. Copies within NVMe have one more lane, because such a copy may wait for two devices. A batch with pages on several
 devices has one part in the lane of each.
 
-A device that does not answer for ``LATE_S`` is late. The state is notified, and other copies continue without the
-device until it answers or fails.
+A device that has not responded for ``LATE_S`` is late. The state is notified, and other copies continue without the
+device until it responds or fails.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from kvstore.state import instructions as do
 from kvstore.tier.nvme.devices import today
 
 LANE_IDLE_S: Final = 1.0  # a thread waits this long for a task, unless it is woken
-BATCH_BYTES = 32 << 20  # saved at a time: large enough for the disk, small enough that loads do not wait long
+BATCH_BYTES = 32 << 20  # bytes saved at a time: large enough for the disk, small enough that loads do not wait long
 IDLE_S = 0.02
 LATE_S = 0.5  # a batch on a healthy device takes less; if one takes longer, other copies continue in the meantime
 
@@ -66,7 +65,7 @@ class DeviceLane:
         self._has_tasks.set()
 
     def add_idle_task(self, name: str, task: Task) -> None:
-        """Add a task to perform when there is no other. It replaces an idle task of that name."""
+        """Add a task that is performed when there is no other. It replaces an idle task with the same name."""
         self._idle_tasks[name] = task
         self._has_tasks.set()
 
@@ -230,7 +229,7 @@ class Mover:
     def _queue_copy(
         self, nvme: NvmePages, lanes: list[DeviceLane], copy: do.Save | do.Load, on_nvme: list[Address]
     ) -> None:
-        """Queue a copy between the tiers, in one part per device. ``on_nvme``: each page's address on NVMe."""
+        """Queue a copy between the tiers, with one part per device. ``on_nvme``: each page's address on NVMe."""
         frame_class = self._node.contents.extents[copy.pages[0].source.extent].frame_class
         result = CopyResult.empty(frame_class, len(copy.pages))
         parts = self._by_device(nvme, on_nvme)
@@ -246,7 +245,7 @@ class Mover:
             self._saves[device].add(partial(self._erase, nvme, erasure, places, failed, countdown))
 
     def _by_device(self, nvme: NvmePages, addresses: Iterable[Address]) -> dict[int, list[int]]:
-        """Map each device to the places in ``addresses`` of its pages."""
+        """Return, for each device, the places of its pages in ``addresses``."""
         places: defaultdict[int, list[int]] = defaultdict(list)
         tables = self._node.contents.extents
         for place, address in enumerate(addresses):
@@ -365,7 +364,7 @@ class Mover:
 def late_devices(lanes: list[DeviceLane], were_late: set[int], usable: set[int]) -> set[int]:
     """Return the devices whose lane is late, but never all ``usable`` ones, since copies need a device to wait for.
 
-    If all usable devices are late, those that were not late before do not count as late: they will probably answer
+    If all usable devices are late, the ones that became late only now do not count as late: they will probably respond
     first. If all of them were late before, none of the usable devices counts as late.
     """
     late = {device for device, lane in enumerate(lanes) if lane.is_late(LATE_S)}

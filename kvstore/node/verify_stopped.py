@@ -48,8 +48,8 @@ from kvstore.tier.nvme.map import NvmeMap, named_devices, runs
 from kvstore.tier.nvme.table import ExtentOnDisk, Superblock, Table, frame_offset, unpack_directory
 from kvstore.tier.nvme.target import read_superblock
 
-LISTED_MAX = 1000  # findings, and repairs, that are listed
-RUN_BYTES = 1 << 20  # read at a time
+LISTED_MAX = 1000  # number of findings, and of repairs, that are listed
+RUN_BYTES = 1 << 20  # bytes read at a time
 OTHER_KEY = "has a page with another key"
 
 
@@ -62,7 +62,7 @@ class Report:
         verified: number of verified pages, by tier.
         damaged: tier, extent and frame of each damaged page.
         unstamped: number of pages that have no checksums yet.
-        findings, repairs: see the module.
+        findings, repairs: lines of text, see the module.
     """
 
     state: str = "stopped"

@@ -1,4 +1,4 @@
-"""Operators' calls over gRPC: those of ``node.operator.admin``, and Watch, which streams the node's events."""
+"""Operators' calls over gRPC: the calls of ``node.operator.admin``, and Watch, which streams the node's events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VERIFY_LOOK_S: Final = 0.05
 WATCH_LOOK_S: Final = 0.02
 WATCH_EVENTS: Final = 100  # per read of the log
 WATCH_PAGES: Final = 1024
-WATCH_END_S: Final = 0.5  # before the deadline: a watch ends without an error, and its client continues with another
+WATCH_END_S: Final = 0.5  # a watch ends this long before the deadline, without an error; its client starts another
 WHOLE_MAX: Final = 1 << 53  # the largest integer up to which a Struct's numbers are exact
 
 
@@ -117,7 +117,7 @@ class AdminCalls:
         return document(report)
 
     async def watch(self, call: Call, message: bytes) -> None:
-        """Send events as they happen. The first document has the number from which they follow.
+        """Send events as they happen. The first document has the number of the event after which the stream starts.
 
         The stream ends before the call's deadline, without an error."""
         request = parse(pb.WatchRequest, message)

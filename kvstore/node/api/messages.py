@@ -42,7 +42,7 @@ def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> P
             return all full pages.
 
     Raises:
-        InvalidRequest: names the field.
+        InvalidRequest: a field is not valid. The error names it.
     """
     if not pages.HasField("layout"):
         raise InvalidRequest("pages.layout", "is missing")
@@ -116,7 +116,7 @@ def keys_in_pool(store: Store, request: dict[str, Any]) -> dict[str, Any]:
     try:
         root_bytes, links = bytes.fromhex(root), [bytes.fromhex(key) for key in keys]
     except (ValueError, TypeError):
-        return request  # the call refuses it
+        return request  # the call itself refuses such a request
     if any(len(key) != KEY_BYTES for key in (root_bytes, *links)):
         return request
     pool_keys = store.in_pool(Keys(1, root_bytes, root_bytes, links, np.zeros(0, np.uint32), None))

@@ -17,7 +17,7 @@ from kvstore.pb import store_pb2 as pb
 from kvstore.server.gate import Call, parse
 from kvstore.wire.grpc import OBJECT_DATA_FIELD, check_text, pack_data
 
-KEYS_MAX: Final = 16384  # of one call
+KEYS_MAX: Final = 16384  # keys in one call
 
 
 class ObjectCalls:
@@ -27,7 +27,7 @@ class ObjectCalls:
         buffer_bytes: the limit of all calls' buffers together.
 
     Attributes:
-        bytes_max: the largest value, since a value has to fit the buffers.
+        bytes_max: the size of the largest value, which has to fit the buffers.
     """
 
     def __init__(self, store: LocalStore, buffer_bytes: int) -> None:

@@ -1,6 +1,6 @@
-"""Calls about pages over gRPC: About, Lookup, Read, Prefetch, Write and WatchPages.
+"""Calls for pages over gRPC: About, Lookup, Read, Prefetch, Write and WatchPages.
 
-All but WatchPages use the client library, as any client of this machine does. WatchPages sends a caller, such as a
+All but WatchPages use the client library, as any client on this machine does. WatchPages sends a caller, such as a
 conductor, the pages that a node stores and each change, in the form in which owners of the directory receive them.
 """
 
@@ -41,7 +41,7 @@ PREFETCH_STEP_S: Final = 0.25  # a thread waits for pages at most this long befo
 
 
 class PageCalls:
-    """The calls about pages. ``store`` is a client of ``node`` in this process, shared by all callers."""
+    """Handlers for the page calls. ``store`` is a client of ``node`` in this process, which all callers share."""
 
     def __init__(self, store: Store, node: Node, reservations: Reservations, object_bytes_max: int) -> None:
         self._store = store
@@ -75,7 +75,7 @@ class PageCalls:
         return work() if _is_short(request.pages) else await call.quick(work)
 
     async def prefetch(self, call: Call, message: bytes) -> bytes:
-        """Load pages into DRAM, in steps, so that a thread becomes free soon after its call was cancelled."""
+        """Load pages into DRAM in steps, so that the thread is soon free if the call is cancelled."""
         request = parse(pb.LookupRequest, message)
         call.caller.check_salt(request.pages.salt)
         prompt = await call.quick(self._prompt, request.pages)
@@ -114,7 +114,7 @@ class PageCalls:
                     page, reason = page + batch_match.pages, batch_match.reason
                     if reason:
                         break
-            if page < match.pages:  # some pages left since the lookup
+            if page < match.pages:  # some pages were evicted since the lookup
                 actual = Match(page * prompt.cache.layout.page_tokens, page, reason)
                 await call.send(pb.ReadReply(match=lookup_reply(actual, prompt, with_keys=False)).SerializeToString())
 
@@ -200,7 +200,7 @@ class PageWatch:
         self._watchers = 0
 
     async def pages(self, call: Call, message: bytes) -> None:
-        """Send all pages of the node, then each change. A batch is made when the one before it was sent."""
+        """Send all pages of the node, then each change. A batch is made once the previous one has been sent."""
         parse(pb.Empty, message)
         call.caller.check_operator()
         if self._watchers >= WATCHERS_MAX:

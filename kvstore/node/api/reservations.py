@@ -30,9 +30,9 @@ from kvstore.server.gate import Call, parse
 from kvstore.server.identities import Identities, Identity, is_tenant
 
 ID_BYTES: Final = 16
-HOLDINGS_MAX: Final = 4096  # of one kind
-TENANT_HOLDINGS_MAX: Final = 1024  # of one kind and one tenant
-HELD_BYTES_MAX: Final = 128 << 20  # of memory for one kind; half of it for one tenant
+HOLDINGS_MAX: Final = 4096  # holdings of one kind
+TENANT_HOLDINGS_MAX: Final = 1024  # holdings of one kind and one tenant
+HELD_BYTES_MAX: Final = 128 << 20  # memory for one kind, in bytes; one tenant may use half of it
 SWEEP_S: Final = 0.25
 
 
@@ -40,7 +40,7 @@ class Endable(Protocol):
     """A reservation or a lease."""
 
     def end(self) -> None:
-        """Give up the frames. Raises only the errors of a node that cannot answer."""
+        """Give up the frames. Raises only errors that mean that the node cannot answer."""
         ...
 
 
@@ -94,7 +94,7 @@ class Holdings(Generic[Resource]):
         return len(self._holdings)
 
     def check_room(self, owner: Identity) -> None:
-        """Raise TooManyCalls if this owner may not hold another one."""
+        """Raise TooManyCalls if this owner must not have another holding."""
         with self._mutex:
             self._check_room(owner, 0)
 
@@ -147,7 +147,7 @@ class Holdings(Generic[Resource]):
                 holding.end()
 
     def sweep(self, everything: bool = False) -> None:
-        """End holdings past their deadline, and those of identities that have ended."""
+        """End holdings that are past their deadline, and the holdings of identities that have ended."""
         now_s = time.monotonic()
         with self._mutex:
             numbers = [
@@ -188,7 +188,7 @@ async def sweep_forever(run: Callable[[], None]) -> None:
 WRITE_BUFFER_BYTES = 2 * BATCH_BYTES
 LEASE_TTL_S = 30.0  # if a request has no ttl
 GROUP_BYTES_MAX = 256
-LEASED_PAGE_BYTES = 64  # of memory, for a page whose neighbours are not in the next frames
+LEASED_PAGE_BYTES = 64  # bytes of memory for a page whose neighbours are not in adjacent frames
 RESERVED_PAGE_BYTES = 512
 
 
@@ -219,7 +219,7 @@ class LeaseHold:
 
 
 class Reservations:
-    """The calls Reserve, Seal and Revoke, and Write into a reservation."""
+    """The calls Reserve, Seal and Revoke, and the call Write if it writes into a reservation."""
 
     def __init__(self, store: Store, node: Node, identities: Identities) -> None:
         self._store = store
@@ -227,7 +227,7 @@ class Reservations:
         self.holdings: Holdings[Reservation] = Holdings("reservation", identities.check)
 
     async def reserve(self, call: Call, message: bytes) -> bytes:
-        """Reserve frames for those pages that are not stored."""
+        """Reserve frames for the pages that are not stored."""
         request = parse(pb.ReserveRequest, message)
         call.caller.check_salt(request.pages.salt)
         if len(request.write_group.encode()) > GROUP_BYTES_MAX:
@@ -357,5 +357,5 @@ def _check(holding: Holding[Reservation] | Holding[LeaseHold]) -> None:
 
 
 def _reserved_bytes(keys: Keys) -> int:
-    """Return the memory that a reservation takes: keys, identities, addresses, and twice the token ids."""
+    """Return how many bytes of memory a reservation takes: keys, identities, addresses, and twice the token ids."""
     return RESERVED_PAGE_BYTES * len(keys) + 2 * keys.tokens.nbytes

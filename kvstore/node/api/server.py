@@ -1,7 +1,7 @@
 """The gRPC API of a node: the methods of store.proto, and the code that serves them.
 
 The server is a client of its own node. One store on an in-process channel serves all remote callers, so that pages are
-proven, read and written by the same code as for clients of this machine.
+proven, read and written by the same code as for clients on this machine.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def handlers(
 
 
 # Calls of one connection: the minimum, and the part of ``rpcs_max``. If a client does not wait, gRPC refuses further
-# ones before it creates a call, which is the cheapest refusal.
+# calls before it creates them, which is the cheapest refusal.
 STREAMS_MIN, STREAMS_SHARE = 16, 16
-BUFFER_PAGES: Final = 4  # the buffers of all calls have room for as many pages of the largest size
+BUFFER_PAGES: Final = 4  # the buffers of all calls have room for this many pages of the largest size
 
 
 class _OwnNode:
-    """This daemon's node, in the form of an embedded one. Closing the client does not end the node."""
+    """This daemon's node, with the interface of an embedded node. Closing the client does not end the node."""
 
     def __init__(self, node: Node, dispatcher: Dispatcher) -> None:
         self._node = node

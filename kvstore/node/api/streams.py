@@ -19,11 +19,11 @@ from kvstore.errors import InvalidRequest
 from kvstore.server.gate import Call
 from kvstore.wire.grpc import FIXED64, digest_of, fields, pack_data
 
-BATCH_BYTES: Final = 4 << 20  # of pages read or put in one step; one page if that is larger
-CHUNK_BYTES: Final = 1 << 20  # of data in a sent message; by default, gRPC clients refuse messages above 4 MiB
-DIRECT_BYTES: Final = 1 << 20  # a message with as much data in whole pages is put without another copy
+BATCH_BYTES: Final = 4 << 20  # bytes of pages read or put in one step; a larger page is one step
+CHUNK_BYTES: Final = 1 << 20  # bytes of data in a sent message; by default, gRPC clients refuse more than 4 MiB
+DIRECT_BYTES: Final = 1 << 20  # a message with at least this much data in whole pages is put without another copy
 MESSAGES_MAX: Final = 1024  # small messages in one step
-_COPIES: Final = 4  # of a batch: its pages, the messages in work, and those arriving, one of which may exceed the batch
+_COPIES: Final = 4  # batches in memory: pages, messages in work, and arriving messages (one may exceed a batch)
 
 Value = TypeVar("Value")
 Rows = npt.NDArray[np.uint8]
@@ -64,7 +64,7 @@ assert FIXED64 == 1, "``fields`` returns a digest as a number"
 
 
 def buffer_bytes(page_bytes: int) -> int:
-    """Return how much of the node's buffers a stream of such pages takes."""
+    """Return how many bytes of the node's buffers a stream of pages of this size takes."""
     return _COPIES * max(page_bytes, BATCH_BYTES)
 
 
@@ -104,7 +104,7 @@ async def batches(first: Data, requests: AsyncIterator[bytes], call: Call) -> As
 
 
 async def run_ahead(call: Call, steps: Iterable[Callable[[], Value]]) -> AsyncGenerator[Value, None]:
-    """Yield the results of ``steps`` in order. A thread runs each step while the caller uses the result before it."""
+    """Yield the results of ``steps`` in order. A thread runs each step while the caller uses the previous result."""
     step: asyncio.Task[Value] | None = None
     try:
         for work in steps:
@@ -119,7 +119,8 @@ async def run_ahead(call: Call, steps: Iterable[Callable[[], Value]]) -> AsyncGe
 
 
 async def feed(call: Call, pages: PageAssembly, batches: AsyncIterator[list[Data]]) -> bool:
-    """Give batches to ``pages`` in a thread, each while the next one arrives. Return False if it needs no more."""
+    """Give batches to ``pages`` in a thread, each while the next one arrives. Return False if ``pages`` needs no more
+    data."""
     step: asyncio.Task[bool] | None = None
     arriving: asyncio.Task[list[Data] | None] | None = None
     try:
@@ -166,7 +167,7 @@ class PageAssembly:
         """Add the data of these messages. Return False if ``put`` stored less than it received: no more data is needed.
 
         Raises:
-            InvalidRequest: data is damaged, or more than the pages take. Pages that were put before stay stored.
+            InvalidRequest: the data is damaged, or longer than the pages. Pages that were already put stay stored.
         """
         whole = PageRows()
         for message in messages:

@@ -1,1 +1,1 @@
-"""A node as a member of a pool: its pages are served to other nodes, and its part of the directory is kept."""
+"""A node as a member of a pool: it serves its pages to other nodes and keeps its part of the directory."""

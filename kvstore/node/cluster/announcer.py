@@ -30,7 +30,7 @@ RETRY_MAX_S: Final = 8.0  # the longest pause before an owner with too many conn
 LOOK_MAX_S: Final = 0.5  # the longest pause before any other owner is tried again
 FAULT_AFTER_S: Final = 10.0
 FAULTS_MAX: Final = 4  # faults that are described in full
-STUCK_S: Final = 30.0  # a turn takes this long only if something hangs: a live owner has one second, a dead one none
+STUCK_S: Final = 30.0  # a turn takes this long only if something hangs: a live owner gets one second, a dead owner none
 
 
 class Announcer:
@@ -42,7 +42,8 @@ class Announcer:
         members: the catalog's members.
         peers: the nodes that can be reached. If the node's own data server is not among them, nothing is announced,
             because no other node could read the pages.
-        fault_after_s: an owner that could not be reached for longer is a fault. A dead owner is not a member by then.
+        fault_after_s: an owner that could not be reached for longer than this is a fault. By then, a dead owner is no
+            longer a member.
         has_data_server: whether the node should have a data server; then it is a fault if the catalog has none.
     """
 
@@ -90,8 +91,8 @@ class Announcer:
             self._thread.join(STOP_S)
 
     def status(self) -> dict[str, Any]:
-        """Return what is queued and what was sent, the ages of the last turn and of the least recent success of an
-        owner, the owners that have failed for longest, and the fault."""
+        """Return what is queued, what was sent, the age of the last turn, the age of the least recent success among the
+        owners, the owners that have failed for longest, and the fault."""
         owners = self._owners  # the dict is replaced, never changed
         failing = {name: each.health.status() for name, each in owners.items() if each.health.failing_since_s}
         failing = dict(sorted(failing.items(), key=lambda item: -item[1]["failing_s"])[:FAULTS_MAX])
@@ -110,15 +111,17 @@ class Announcer:
         return [("announcing", self._success_age_s(), self.counters["failed"])]
 
     def _success_age_s(self) -> float:
-        """Return the age of the least recent success of an owner; without owners, the age of the last turn."""
+        """Return the age of the least recent success among the owners; without owners, return the age of the last
+        turn."""
         successes = [each.health.succeeded_s or each.since_s for each in self._owners.values()]
         return max(boot_s() - min(successes, default=boot_s()), time.monotonic() - self._turn_s)
 
     def fault(self) -> str:
         """Return what is wrong, or "".
 
-        The thread hangs, or an owner has no free connection. Or for longer than ``fault_after_s`` an owner could not be
-        reached, the catalog did not list the data server, or the data server did not reach the catalog.
+        It is a fault if the thread hangs, or an owner has no free connection. It is also a fault if for longer than
+        ``fault_after_s`` an owner could not be reached, the catalog did not list the data server, or the data server
+        did not reach the catalog.
         """
         ago_s, view = time.monotonic() - self._turn_s, self._peers.look()
         faults = [f"its pages have not been announced for {ago_s:.0f} s"] if ago_s > STUCK_S else []
@@ -221,7 +224,7 @@ class _Owner:
     def fail(self, error: KVStoreError) -> None:
         """Note that the owner did not receive the announcement.
 
-        Tries are cheap: ``PeerLinks`` contacts an owner that does not answer only from time to time. An owner whose
+        Tries are cheap: ``PeerLinks`` contacts an owner that is not responding only from time to time. An owner whose
         view of the catalog does not have this node yet will have it within a second."""
         self.full = isinstance(error, TooManyCalls)
         pause_s = self.health.note_failure(error, error.retry_after_s if isinstance(error, TooManyCalls) else 0.0)

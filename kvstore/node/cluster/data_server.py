@@ -1,4 +1,4 @@
-"""The data server of a node: ``kvstore data``, a process of its own next to the daemon.
+"""The data server of a node: ``kvstore data``, a separate process next to the daemon.
 
 The process is a client of the node's memory and NVMe files. It serves their pages even while the daemon is busy,
 stopped or dead. It publishes its own entry in the catalog, and keeps the node's ``peers`` file up to date
@@ -46,16 +46,16 @@ from kvstore.shm.data_server_file import DataFile, RunningDataServer, write_erro
 from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import FrameKind, Hello
 
-HEARD_STEP_S: Final = 1.0  # the file is rewritten if the catalog's last answer is newer by as much
+HEARD_STEP_S: Final = 1.0  # the file is rewritten if the catalog's last answer is newer by at least this
 
 cluster_log = logging.getLogger("kvstore.cluster")
 
 
 def server_by_node(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[str, DataEntry]:
-    """Return for each node the data server to read its pages from.
+    """Return, for each node, the data server that its pages are read from.
 
-    If a node has several, the newest counts, since an older one may have died recently. But a data server of another
-    incarnation does not belong to the current node of that name: it serves an earlier node, which was cut off.
+    If a node has several, the newest counts, since an older one may have died recently. But a data server from another
+    incarnation does not belong to the current node with this name: it serves an earlier node, which was cut off.
 
     Args:
         servers: the newest last.
@@ -146,14 +146,14 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
     """Serve the pages of the node ``config.name`` until SIGTERM or SIGINT, or until the node's folder is gone.
 
     Args:
-        announce: called once, with one line, when it is ready.
-        child: whether a daemon started it, and will end it.
+        announce: called once, with one line of text, when the server is ready.
+        child: whether a daemon started the server and will end it.
 
     Raises:
         NodeBusy: another process is the node's data server.
-        Unavailable: there is no such node, and none appeared in time.
+        Unavailable: there is no such node, and no such node appeared in time.
         InvalidRequest: a setting is invalid.
-        VersionMismatch: the catalog is of another version.
+        VersionMismatch: the catalog is from another version.
     """
     where = address_of(config)
     if config.catalog:
@@ -189,7 +189,8 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
 
 
 def transports_of(config: NodeConfig) -> dict[str, str]:
-    """Return for each transport why it is not offered, or "" if it is. Raises InvalidRequest for unknown names."""
+    """Return, for each transport, why it is not offered, or "" if it is offered. Raises InvalidRequest for unknown
+    names."""
     missing = missing_here()
     names = [name.strip() for name in config.data_transports.split(",")]
     if names == [TRANSPORTS_AUTO]:
@@ -225,9 +226,9 @@ def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str
 
 
 def caller_check(config: NodeConfig, process: str) -> Admit:
-    """Return the check for callers: the identities are those of gRPC, and the caller must be of the same pool.
+    """Return the check for callers: the identities are those of gRPC, and the caller must belong to the same pool.
 
-    Without identities, a caller must send the number of this process. Other users of the machine can reach loopback,
+    Without identities, a caller must send the number of this process. Other users on the machine can reach loopback,
     but they can read neither the catalog nor the node's folder, which have the number."""
     identities = Identities(config.identities)
 
@@ -260,7 +261,7 @@ def _take(folder: NodeFolder, life: Life) -> DataFile:
 
 def name_of(node: str, process: str) -> str:
     """Return the catalog's name for the data server with this number. It is unique, so that the server does not have to
-    wait until the entry of another one expires."""
+    wait until another server's entry expires."""
     return f"{node}.{process[:NAME_DIGITS]}"
 
 
@@ -316,8 +317,8 @@ class _CatalogEntry:
             peer_links.forget(node.folder)
 
     def refresh(self) -> bool:
-        """Bring three things up to date and return True: the entry, after a new incarnation of the node or with a new
-        certificate; the ``peers`` file; the daemon's copy of the error counts."""
+        """Update three things and return True: the entry (if the node has a new incarnation or the certificate is new),
+        the ``peers`` file, and the daemon's copy of the error counts."""
         mapped = self._node.mapped()
         incarnation = f"{mapped.incarnation:016x}" if mapped is not None else self._entry.incarnation
         if self._keeper is not None:
@@ -362,7 +363,8 @@ class _CatalogEntry:
             self._membership.stop()
 
     def _status(self) -> dict[str, Any]:
-        """Return the state of the membership's tasks; until the entry is published, that of the attempts."""
+        """Return the state of the membership's tasks. Until the entry is published, return the state of the
+        attempts."""
         membership = self._membership
         if membership is not None:
             return membership.status()

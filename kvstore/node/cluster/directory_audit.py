@@ -1,7 +1,7 @@
 """An audit of the directory: whether its owners list exactly the pages that a node has.
 
 Pages come and go during the audit, and owners receive these changes a moment later. So differences are looked up again,
-one second later. Only those that appear every time count.
+one second later. Only differences that appear every time count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore.wire.data import FrameKind
 
 LOOKS: Final = 3
 BETWEEN_S: Final = 1.0
-ANSWER_S: Final = 2.0  # for each answer of an owner
+ANSWER_S: Final = 2.0  # time for each answer of an owner
 NOTHING: Final = np.zeros(0, np.uint64)
 
 

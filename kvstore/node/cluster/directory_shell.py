@@ -70,7 +70,7 @@ class DirectoryShell:
         }
 
     def find(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer FIND. Raises PermissionDenied if the caller may not read these pages."""
+        """Answer FIND. Raises PermissionDenied if the caller must not read these pages."""
         namespace, pages, placement = unpack_find(body)
         exchange.caller.check_salt(namespace.salt)
         secret = self.members.secret if self.members is not None else None
@@ -135,7 +135,7 @@ class DirectoryShell:
             }
 
     def _look(self) -> float:
-        """Give the owner the current members if they have changed, or after ``LOOK_S``. Return the time."""
+        """Give the owner the current members if they have changed, or if ``LOOK_S`` have passed. Return the time."""
         now_s, view = time.monotonic(), self._peers.look()
         if view is not self._seen or now_s >= self._looked_s + LOOK_S:
             self._seen, self._looked_s = view, now_s

@@ -60,10 +60,10 @@ from kvstore.wire.data import (
     unpack_return,
 )
 
-NVME_BYTES: Final = 4 << 20  # of pages per read from a lower tier, one page if that is larger; twice per reply
-NVME_REPLIES_MAX: Final = 9  # that read from a lower tier at the same time: two callers with four each, and a third
+NVME_BYTES: Final = 4 << 20  # bytes of pages per read from a lower tier, at least one page; a reply has two buffers
+NVME_REPLIES_MAX: Final = 9  # replies that read from a lower tier at a time: two callers with four each, and a third
 NVME_WAIT_S: Final = 0.2  # the longest wait for a turn; a reader considers a server dead after 0.5 s of silence
-SLOW_S: Final = 0.5  # a turn passes to another reply if its reader takes for this time less than ...
+SLOW_S: Final = 0.5  # a turn passes to another reply if for this time its reader takes less than ...
 SLOW_BYTES_PER_S: Final = 1 << 20  # ... this rate
 BUSY: Final = "busy"  # the reason of a reply that ended because it got no turn
 
@@ -93,7 +93,8 @@ class ReadHandler:
         exchange.reply(FrameKind.END, pack_end(reply.sent, reason))
 
     def _send(self, reply: _Reply) -> str:
-        """Send pages from one tier after the other, as long as some tier continues the chain. Return why it ended."""
+        """Send pages from one tier after the other, as long as some tier continues the chain. Return why sending
+        ended."""
         mapped, shape = reply.mapped, reply.request.chain.frame_class
         while True:
             rest = reply.rest()
@@ -114,7 +115,7 @@ class ReadHandler:
                 return reason
 
     def _send_below(self, reply: _Reply, reader: LowerReader) -> str:
-        """Send pages from this tier. Return why it ended, or "" if it has no more pages of the chain."""
+        """Send pages from this tier. Return why sending ended, or "" if the tier has no more pages of the chain."""
         located = locate(reply.mapped, reader, reply.rest(), reply.closed)
         if not located or reader.class_at(located[0]) != reply.request.chain.frame_class:
             return ""  # no memory is allocated for a page size that a caller claims
@@ -130,7 +131,7 @@ class _Reply:
 
     Attributes:
         sent: number of leading pages that were sent unchanged.
-        sent_below: number of these from each lower tier.
+        sent_below: lower tier -> number of these pages that came from it.
     """
 
     def __init__(self, exchange: Exchange, request: ReadRequest, mapped: MappedNode) -> None:
@@ -149,7 +150,8 @@ class _Reply:
         return self._exchange.caller
 
     def late(self) -> bool:
-        """Return whether the reader is too slow. Only the time of sending counts, not that of reading from the tier."""
+        """Return whether the reader is too slow. Only the time spent sending counts, not the time spent reading from
+        the tier."""
         if self._progress is None:
             return False
         (since_s, before), now_s, sent = self._progress, time.monotonic(), self._exchange.sent_bytes
@@ -358,15 +360,15 @@ NO_TOKENS = np.zeros(0, np.uint32)
 class HoldHandler:
     """The handler of HOLD of one node, for all threads.
 
-    The caller names a root that it may read. Keys get the tag of this root, so that they match no page of another root.
-    The reply proves nothing: pages are proven when they are read.
+    The caller names a root that it may read. The keys get the tag of this root, so that they cannot match a page of
+    another root. The reply proves nothing: pages are proven when they are read.
     """
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
 
     def __call__(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer HOLD. Raises PermissionDenied if the caller may not read these pages."""
+        """Answer HOLD. Raises PermissionDenied if the caller must not read these pages."""
         namespace, links, closed = unpack_hold(body)
         exchange.caller.check_salt(namespace.salt)
         mapped, tiers = self._node.mapped(), dict[int, int]()

@@ -1,7 +1,7 @@
 """The operators' calls: each takes one JSON document and returns one. The command line and ``Store`` make them.
 
-``Admin.calls`` has every call under its name. Clients of this machine send it with ``Op.ADMIN``; the gRPC server calls
-``Admin.call`` directly. Bad arguments raise InvalidRequest naming the argument, and nothing is changed.
+``Admin.calls`` has every call under its name. Clients on this machine send it with ``Op.ADMIN``; the gRPC server calls
+``Admin.call`` directly. A bad argument raises InvalidRequest, which names it, and nothing is changed.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from kvstore.shm.folder import read_secret
 from kvstore.state.node_state import NodeState
 from kvstore.state.tenants import Name
 
-EXPLAIN_PAGES_MAX: Final = 500  # of one call; a page takes about 100 bytes of the answer
+EXPLAIN_PAGES_MAX: Final = 500  # pages in one call; a page takes about 100 bytes of the answer
 LOOK_PAGES: Final = 100  # pages examined per hold of the node's mutex
 ELSEWHERE_MAX: Final = 20
 LAYOUT_BYTES_MAX: Final = 4096  # the largest layout, as JSON, that the node keeps
@@ -57,7 +57,7 @@ def layout_fields(value: Any, fingerprint: bytes) -> dict[str, Any]:
 
 
 def _all_fields(changed: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return every field of a layout kept by ``layout_fields``; None if a version with other fields wrote it."""
+    """Return all fields of a layout in the form of ``layout_fields``; None if a version with other fields wrote it."""
     try:
         return asdict(Layout(**changed)) if changed is not None else None
     except (TypeError, InvalidRequest):
@@ -147,7 +147,7 @@ class LookupExplainer:
         return entries, (now_ns - events[0].time_ns) / 1e9 if events else 0.0
 
     def _elsewhere(self, tokens: Any, root: bytes) -> list[dict[str, Any]]:
-        """Return the other named roots that store the page of the first of these tokens."""
+        """Return the other named roots that store a page with the first of these tokens."""
         firsts: list[tuple[bytes, bytes, dict[str, Any]]] = []
         secret = self._node.look(lambda performer, _: read_secret(performer.folder, performer.header.incarnation))
         for other, (name, pages) in self._node.look(_named_roots).items():
@@ -165,7 +165,7 @@ class LookupExplainer:
 
 
 def _named_roots(_: Performer, state: NodeState) -> dict[bytes, tuple[Name, int]]:
-    """Return for each named root its name and the number of its pages."""
+    """Return, for each named root, its name and the number of its pages."""
     tenants = state.tenants
     return {root: (name, tenants.pages(root)) for root, name in tenants.named.all().items()}
 

@@ -82,7 +82,7 @@ class DirectFile:
             raise Unavailable(str(error.strerror)) from None
 
     def close(self) -> None:
-        """End the registration. No read may be running."""
+        """End the registration. No read may be in progress."""
         self._cufile.handle_deregister(self._handle)
         os.close(self._fd)
 

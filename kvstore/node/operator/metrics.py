@@ -129,7 +129,7 @@ METRICS = (
 )
 
 
-SALT_CHARS_MAX = 100  # in a label; salts with the same beginning are added up
+SALT_CHARS_MAX = 100  # characters of a salt in a label; salts with the same beginning are added up
 AGE_BOUNDS_S = tuple(float(1 << bits) for bits in range(32))
 EVICTION_REASONS = ("space", "reclaim", "request", "quota")  # exported from the start, with 0
 SAVED = "saved"
@@ -279,7 +279,7 @@ class _Tenants:
     """Label values of tenants, limited in number because each one costs memory in the scraper.
 
     Tenants with quotas and the first ``TENANTS_MAX`` others keep labels of their own; the rest is added up. The node
-    drops a tenant that stores nothing any more, together with its counters. ``_counted`` keeps the sums, so that no
+    drops a tenant that no longer stores anything, together with its counters. ``_counted`` keeps the sums, so that no
     counter decreases.
     """
 

@@ -22,7 +22,7 @@ from kvstore.model.replica import KEY_BYTES
 
 IDLE_S: Final = 60.0
 PROMPTS_MAX: Final = 16
-PAGES_MAX: Final = 1 << 16  # of one prompt; the limit of a gRPC call as well
+PAGES_MAX: Final = 1 << 16  # pages of one prompt; the limit of a gRPC call as well
 
 
 def raw_keys(keys: Any) -> list[bytes]:

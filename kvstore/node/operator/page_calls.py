@@ -32,15 +32,15 @@ from kvstore.state.operator_evict import CHILDREN, UNSAVED
 
 EVICT_STEP = 64  # pages per event, which takes two or three milliseconds; clients are served between events
 EVICT_PAUSE_S = 0.0005
-SAVE_LOOK_S = 0.05  # pause before pages that had to be saved first are tried again
-SAVE_WAIT_S = 20.0  # how long they are tried
-SAVE_SILENCE_S = 5.0  # tries end earlier if no page has left for this time
-COPY_SILENCE_S = 1.0  # the same limit while pages wait only for their children; a new child may never leave
+SAVE_LOOK_S = 0.05  # pause before the next try of pages that had to be saved first
+SAVE_WAIT_S = 20.0  # how long such pages are tried
+SAVE_SILENCE_S = 5.0  # tries end earlier if no page was evicted for this time
+COPY_SILENCE_S = 1.0  # the same limit while pages wait only for their children, since a new child might never leave
 EVICT_S = 40.0  # the longest call; callers wait a minute
-PAGES_LIMIT_MAX = 250  # in one answer
+PAGES_LIMIT_MAX = 250  # pages in one answer
 LISTED_MAX = 200  # pages listed in the answer of an eviction
-NAMES_MAX = 100  # tenants and models listed by name; the others are added up
-NAMES_BYTES = 24 * 1024  # of these names as JSON; a limit for tenants and one for models
+NAMES_MAX = 100  # number of tenants, or models, listed by name; the others are added up
+NAMES_BYTES = 24 * 1024  # bytes of these names as JSON; one limit for tenants and one for models
 OTHERS = "(others)"
 TIME = "time"  # the reason of pages that stay because the call took too long
 ORDERS = ("coldest", "recent", "place")
@@ -56,8 +56,8 @@ class PageAdmin:
     def pages(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer {"limit", "tier", "order", "salt", "age_s", "keys", "after"} with {"total", "bytes", "pages", "next"}.
 
-        ``after`` is the ``next`` of the answer before. The last answer has no ``next``. Pages that come or go between
-        two answers may be missing, or listed twice.
+        ``after`` is the ``next`` of the previous answer. The last answer has no ``next``. Pages that are added or
+        removed between two answers might be missing or listed twice.
         """
         limit = _number(request, "limit", 100, int)
         order, after = request.get("order", ORDERS[0]), request.get("after", "0")
@@ -102,9 +102,9 @@ class PageAdmin:
         return {**_summary(pages, evicted, names), "stayed": dict(Counter(stayed) + reasons), "dry_run": False}
 
     def _evict(self, pages: Stored, chosen: Ints, save: bool) -> tuple[Ints, Counter[str]]:
-        """Evict these pages in this order. Return those that left, and the number of the others by reason.
+        """Evict these pages in this order. Return the evicted pages, and the number of other pages by reason.
 
-        Pages that have to be saved first are tried again as long as some of them leave."""
+        Pages that have to be saved first are tried again as long as some of them are evicted."""
         evicted: list[int] = []
         reasons: Counter[str] = Counter()  # of pages that are not tried again
         started = last_progress = time.monotonic()
@@ -125,7 +125,7 @@ class PageAdmin:
     def _try_again(
         self, pages: Stored, parent: list[int], remaining: list[int], save: bool, evicted: list[int], stop_s: float
     ) -> dict[int, str]:
-        """Try the leaves of the remaining pages, then the pages whose children have all left.
+        """Try the leaves among the remaining pages, then the pages whose children were all evicted.
 
         Most of the remaining pages wait for their children. Trying each of them every time would keep the node from
         saving the leaves."""
@@ -141,7 +141,7 @@ class PageAdmin:
         return stayed | self._try_once(pages, free, save, evicted, stop_s)
 
     def _silence_s(self, reasons: set[str]) -> float:
-        """Return how long to wait for the next page to leave, given the reasons why pages stayed."""
+        """Return how long to wait for the next eviction, given the reasons why pages stayed."""
         if TIME in reasons or self._node.nvme is None:
             return 0.0
         return SAVE_SILENCE_S if UNSAVED in reasons else COPY_SILENCE_S if CHILDREN in reasons else 0.0
@@ -149,7 +149,7 @@ class PageAdmin:
     def _try_once(
         self, pages: Stored, remaining: list[int], save: bool, evicted: list[int], stop_s: float
     ) -> dict[int, str]:
-        """Try each page once. Add those that left to ``evicted``, and return the reason for each of the others."""
+        """Try each page once. Add the evicted pages to ``evicted``, and return the reason for each of the others."""
         stayed: dict[int, str] = {}
         for tier in np.unique(pages.tier[remaining]):
             in_tier = [i for i in remaining if pages.tier[i] == tier]
@@ -191,7 +191,7 @@ class PageAdmin:
         return np.union1d(roots, np.setdiff1d(pages.root, first_words(list(named))))
 
     def _names(self) -> dict[int, tuple[str, str]]:
-        """Return the tenant and the model by the first 8 bytes of their root."""
+        """Return the tenant and the model of each root, by the root's first 8 bytes."""
         named = self._node.look(lambda _, state: state.tenants.named.all())
         return {
             int.from_bytes(root[:8], "little"): (name.salt, str(name.about.get("model", "")))
@@ -278,7 +278,8 @@ def _summary(pages: Stored, places: Ints, names: dict[int, tuple[str, str]]) -> 
 
 
 def _add_names(sums: dict[str, dict[str, int]], names: list[str], pages: Ints, sizes: Any) -> None:
-    """Add up pages and bytes by name. Only the names with most pages are listed; the others are ``OTHERS``."""
+    """Add up pages and bytes by name. Only the names with the most pages are listed; the others are summed as
+    ``OTHERS``."""
     totals: dict[str, list[int]] = {}
     for name, count, size in zip(names, pages.tolist(), sizes.tolist(), strict=True):
         entry = totals.setdefault(name, [0, 0])

@@ -141,7 +141,8 @@ def _empty() -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PageFilter:
-    """Conditions on a page, all of which must hold. None: no condition. ``roots``, ``keys``: first 8 bytes."""
+    """Conditions on a page, all of which must hold. None means no condition. ``roots`` and ``keys`` have first 8
+    bytes."""
 
     tiers: tuple[Tier, ...]
     age_s: float | None = None
@@ -166,7 +167,7 @@ def first_words(names: list[bytes]) -> Words:
 
 
 def parents(pages: Stored) -> Ints:
-    """Return for each page the position of its parent in the same tier, or -1 if it has none. Shape ``[pages]``."""
+    """Return, for each page, the position of its parent in the same tier, or -1 if it has none. Shape ``[pages]``."""
     parent = np.full(len(pages), -1, np.int64)
     for tier in np.unique(pages.tier):
         mine = np.flatnonzero(pages.tier == tier)
@@ -184,9 +185,8 @@ def evictable(pages: Stored, matching: Mask) -> tuple[Ints, dict[str, int]]:
     """Return the positions of the matching pages that may leave, in the order of leaving, and the number of matching
     pages that must stay, by reason.
 
-    The coldest leaf leaves first. A page leaves after all its descendants, so it counts as used when the latest of them
-    was used. If two pages have the same last use, the one later in the chain leaves
-    first.
+    The coldest leaf leaves first. A page leaves after all its descendants, so its last use is the latest one in its
+    subtree. If two pages have the same last use, the one later in the chain leaves first.
     """
     parent = parents(pages)
     has_parent = parent >= 0
@@ -211,7 +211,7 @@ def evictable(pages: Stored, matching: Mask) -> tuple[Ints, dict[str, int]]:
 
 
 def _subtrees(parent: Ints, children: Ints, used_ns: Ints) -> tuple[Ints, Ints]:
-    """Return for each page the latest use in its subtree, and the subtree's height.
+    """Return, for each page, the latest use in its subtree, and the subtree's height.
 
     The height is -1 for pages that are their own ancestors, which a damaged record can cause."""
     last_use_ns, children_left = used_ns.copy(), children.copy()
@@ -230,7 +230,7 @@ def _subtrees(parent: Ints, children: Ints, used_ns: Ints) -> tuple[Ints, Ints]:
 
 
 def first_of(pages: Stored, chosen: Ints, amount: tuple[str, float] | None, matching: Mask) -> Ints:
-    """Return the shortest beginning of ``chosen`` that has the requested amount; None: all of it.
+    """Return the shortest leading part of ``chosen`` that has the requested amount, or all of it if ``amount`` is None.
 
     ``amount`` is ("pages" | "bytes" | "percent", number). Percent refers to the bytes of the pages in ``matching``."""
     if amount is None:

@@ -2,8 +2,8 @@
 
 A check compares every page with everything that refers to it, which takes a second or more for a million pages. So the
 check works on a copy. The node's mutex is held only while its state is copied (arrays: some 30 ms for a million pages)
-and a read transaction on the index begins. Records are copied before that; then, under the mutex, those whose word has
-changed in the meantime are copied again. As long as its word stays the same, a sealed record does not change.
+and a read transaction on the index begins. Records are copied before that; then, under the mutex, the records whose
+word has changed in the meantime are copied again. As long as its word stays the same, a sealed record does not change.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _RecordsCopy:
 
 
 def findings(node: Node) -> list[str]:
-    """Check a running node and return one line per broken law.
+    """Check a running node and return one line per violated invariant.
 
     Raises:
         Unavailable: the node is stopping, or its index was rebuilt during every try.
@@ -97,7 +97,7 @@ def freeze(node: Node) -> NodeCopy:
 
 
 def _copy_node(performer: Performer, state: NodeState, before: dict[int, _RecordsCopy]) -> NodeCopy:
-    # What ``deepcopy`` finds in ``shared`` by its id, it uses instead of a copy of its own.
+    # If ``deepcopy`` finds an object's id in ``shared``, it uses that entry and makes no copy.
     shared: dict[int, Any] = {id(part): part for part in (performer, performer.index, *performer.stores.values())}
     shared |= state.mounts.copies()
     for space in state.spaces.values():
@@ -112,7 +112,7 @@ def _copy_node(performer: Performer, state: NodeState, before: dict[int, _Record
 
 
 def check(node_copy: NodeCopy, is_stopping: Callable[[], bool] = lambda: False) -> list[str]:
-    """Check a copy of a node and return one line per broken law.
+    """Check a copy of a node and return one line per violated invariant.
 
     Raises:
         IndexDamaged: the index cannot be read.

@@ -94,7 +94,7 @@ def _queues(node: Node) -> dict[str, int]:
 
 
 def _tenants(state: NodeState) -> dict[str, Any]:
-    """Return ``tenants``, as many of the largest ones as fit an answer, and the number of the others."""
+    """Return ``tenants``, with as many of the largest tenants as fit an answer, and the number of the others."""
     sizes: Counter[str] = Counter()
     for salt, _, size, *_ in tenant_rows(state):
         sizes[salt] += size
@@ -118,8 +118,8 @@ def tenant_rows(state: NodeState) -> list[tuple[str, str, int, int | None, int, 
 
 
 def tenants_stats(state: NodeState, salts: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return for each salt (None: all salts) the pages, bytes, quota, evicted and refused pages in each tier, and the
-    number of ``pins``. The caller holds the node's mutex."""
+    """Return, for each of ``salts`` (None: all salts), the pages, bytes, quota, evicted and refused pages in each tier,
+    and the number of ``pins``. The caller holds the node's mutex."""
     pins = Counter(pin["salt"] for pin in state.pins.listing())
     return {salt: {**tiers, "pins": pins[salt]} for salt, tiers in state.tenants.stats(salts).items()}
 
@@ -166,7 +166,7 @@ def _dram(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
     return {
         "populated_bytes": len(segment.populated) * segment.extent_bytes,
         **_tier(node.state.space, counters, node.config.eviction),
-        "demoted": counters["demoted"],  # pages that left DRAM and are stored in NVMe
+        "demoted": counters["demoted"],  # pages that were evicted from DRAM and are stored on NVMe
         "bytes_in": clients["put_bytes"] + counters["bytes_promoted"],
         "bytes_out": clients["read_dram_bytes"] + counters["bytes_saved"],
         "hit_ratio": _ratio(clients["hit_dram"], clients["pages_asked"]),
@@ -337,8 +337,8 @@ def _ratio(part: int, whole: int) -> float | None:
 
 
 def peer_transports(folder: Path) -> dict[str, dict[str, str]]:
-    """Return for each node and transport why its pages cannot come over that transport, or "" if they can, according to
-    what both ends declare."""
+    """Return, for each node and transport, why its pages cannot be read over that transport, or "" if they can. The
+    answer follows from what both ends declare."""
     view = PeersFile(folder).look()
     if view is None:
         return {}

@@ -1,4 +1,4 @@
-"""Admin calls about tenants: the names of roots, pins, and how much each tenant stores."""
+"""Admin calls for tenants: the names of roots, pins, and how much each tenant stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.state import events as ev
 from kvstore.state.node_state import NodeState
 from kvstore.state.pins import TENANT_KEYS_MAX
 
-TEXT_BYTES_MAX = 1024  # of a salt, an adapter, a model
+TEXT_BYTES_MAX = 1024  # size of a salt, an adapter or a model
 NONE_STORED: Final = "none of these pages is stored from the start of the chain"
 PIN_TTL_S_MAX = 30 * 86_400.0
 
@@ -99,7 +99,7 @@ def _stored_chain(node: Node, keys: list[bytes], root: bytes) -> list[bytes]:
 
 
 def _chain_length(_: Performer, state: NodeState, keys: list[bytes], root: bytes, parent: bytes | None) -> int:
-    """Return how many leading keys are stored under this root, each with the key before it as its parent.
+    """Return how many leading keys are stored under this root, each with the preceding key as its parent.
 
     ``parent`` is the parent of the first key. The caller holds the node's mutex."""
     for i, key in enumerate(keys):
@@ -129,8 +129,8 @@ def _unpin(node: Node, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pins(node: Node, request: dict[str, Any]) -> dict[str, Any]:
-    """Answer {"limit", "after"} with pins in the order of their numbers: all of them if there is no limit. ``next``
-    is there if more pins follow."""
+    """Answer {"limit", "after"} with pins in the order of their numbers: all of them if there is no limit. The answer
+    has ``next`` if more pins follow."""
     limit = _limit(request)
     after = request.get("after") if request.get("after") is not None else 0
     if not isinstance(after, int) or isinstance(after, bool) or after < 0:
@@ -144,8 +144,8 @@ def _pins(node: Node, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tenants(node: Node, request: dict[str, Any]) -> dict[str, Any]:
-    """Answer {"limit", "after"} with tenants in the order of their salts, as many as fit a message. ``next`` is there
-    if more tenants follow."""
+    """Answer {"limit", "after"} with tenants in the order of their salts, as many as fit a message. The answer has
+    ``next`` if more tenants follow."""
     limit, after = _limit(request), request.get("after")
     if after is not None and not isinstance(after, str):
         raise InvalidRequest("after", f"must be the `next` of another answer (got {after!r})")
