@@ -218,7 +218,7 @@ class AdminVerbs:
         """Ask the node to verify every page's checksums, record and index entry, and then its conservation laws.
 
         Damaged pages are dropped with their descendants. Returns ``pages_verified``, ``pages_damaged``, ``findings``
-        (one line per broken law) and ``damage_since_start`` (pages by reason).
+        (one line per violated invariant) and ``damage_since_start`` (pages by reason).
 
         Raises:
             NodeUnavailable, DeadlineExceeded: the daemon did not answer, or the sweep did not end, in time.

@@ -217,7 +217,7 @@ class Scattered:
             copy(part[low:high], data[at : at + high - low])
 
     def read(self, start: int, into: Rows) -> None:
-        """Copy the value from offset ``start`` on into ``into``, as much as fits."""
+        """Copy the value starting at offset ``start`` into ``into``, as much as fits."""
         if len(self.parts) == 1:
             part = self.parts[0][start : start + into.size]
             copy(into[: part.size], part)
@@ -226,8 +226,8 @@ class Scattered:
             copy(into[at : at + high - low], part[low:high])
 
     def rows(self, start: int, rows: int, row_bytes: int) -> Rows | None:
-        """Return a view of the rows from ``start`` on that are in one buffer, at most ``rows``; None if the first row
-        is not in one buffer."""
+        """Return a view of the rows starting at ``start`` that are in one buffer, at most ``rows``; None if the first
+        row is not in one buffer."""
         for part, low, _, _ in self._cut(start, 1):
             fit = min(rows, (part.size - low) // row_bytes)
             return part[low : low + fit * row_bytes].reshape(fit, row_bytes) if fit else None

@@ -5,7 +5,7 @@ goes through a bounce buffer. There is one link per device and process, made by 
 
 A driver pins the memory behind a range when the range is registered. The node may free the memory of an empty extent,
 and a later extent gets other memory at the same range. The driver does not notice that: it would keep using the old
-memory, which nothing else maps. But memory is freed only where there is no extent, and no extent number is used twice.
+memory, which nothing else maps. But memory is freed only where there is no extent, and no extent number is reused.
 So a range is pinned under the number of its extent::
 
     unknown ──copy of extent n──> pinned under n ──copy of extent m > n──> pinned under m ──the mapping ends──> unknown

@@ -173,7 +173,7 @@ class GroupedLease:
             lease.check()
 
     def release(self) -> None:
-        """End the lease now. Its views must not be used any more."""
+        """End the lease now. Its views must no longer be used."""
         for lease in self._leases:
             lease.release()
         self.pages, self._leases = [[] for _ in self._groups], []

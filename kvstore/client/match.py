@@ -140,7 +140,7 @@ class Lease(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """End the lease now. Its views must not be used any more."""
+        """End the lease now. Its views must no longer be used."""
 
     def forget_views(self) -> None:
         """Drop the request and the views, for callers that only renew and release the lease."""

@@ -54,7 +54,7 @@ class PrefixCache(ABC):
     which has to be computed for its logits. ``Keys`` name pages directly.
 
     Over gRPC each verb is at least one round trip, so reads also raise ``NodeUnavailable`` or ``DeadlineExceeded`` if
-    the node does not answer.
+    the node is not responding.
 
     Attributes:
         layout, salt, adapter: the arguments of ``Store.cache``.

@@ -80,8 +80,8 @@ class Reader(ABC):
 
     @abstractmethod
     def _read(self, page: int, layer: int, start: int, stop: int, target: Any) -> int:
-        """Copy bytes ``start`` to ``stop`` of each page into its row of ``target``, from ``page`` on, as far as pages
-        are ready. Return the number of pages copied, without waiting."""
+        """Copy bytes ``start`` to ``stop`` of each page into its row of ``target``, starting at ``page``, as far as
+        pages are ready. Return the number of pages copied, without waiting."""
 
     def _waits_for(self, page: int) -> None:
         """Note that the reader waits for this page. Subclasses may ask for it."""

@@ -290,7 +290,7 @@ class DataConnection:
 
     Attributes:
         welcome: the server's description of itself.
-        broken: whether the connection must not be used any more.
+        broken: whether the connection must no longer be used.
         fresh: whether it was opened for its first request, and not kept open since an earlier one.
     """
 

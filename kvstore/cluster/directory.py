@@ -194,7 +194,7 @@ class Directory:
         return Locations(places.astype(np.int64), nodes.astype(np.int64), tiers.astype(np.uint8), self._names)
 
     def entries_of(self, node: str, start: int, count: int) -> Fingerprints:
-        """Return ``count`` entries of this node from ``start`` on, in the form of ``page_entries``."""
+        """Return ``count`` entries of this node starting at ``start``, in the form of ``page_entries``."""
         self._merge()
         tail = self._table[np.searchsorted(self._table, np.uint64(start) & ~_LOW) :]
         places = [stream.place for stream in self._streams.get(node, [])]
@@ -372,7 +372,7 @@ class Placement:
             yield self.nodes[flat[part[0]]], part // owners.shape[1]
 
     def owned(self, spans: Fingerprints) -> dict[str, npt.NDArray[np.bool_]]:
-        """Return for each node which of these spans it owns."""
+        """Return, for each node, which of these spans it owns."""
         owners = self.owners(spans)
         return {name: (owners == place).any(axis=1) for place, name in enumerate(self.nodes)}
 

@@ -10,8 +10,8 @@ first page that no node has::
     answers         +     +   - -
     round 2                 ooo       all pages of 6, whose owner has not said where they end
 
-A chain that is stored completely needs one round, and any other chain two, however many nodes there are. If an owner
-does not answer, the second owner is asked.
+A chain that is stored completely needs one round, and any other chain two, however many nodes there are. If an owner is
+not responding, the second owner is asked.
 
 An owner also names nodes whose entries may be incomplete (``directory_owner``). If pages are still missing then, the
 search asks those nodes which pages they have. If fewer nodes are second owners of the spans in doubt, it asks these
@@ -100,8 +100,8 @@ class Search:
         self._last, self._holder = first - 1, ""  # the last page that any node has, and that node
 
     def ask(self, silent: Collection[str]) -> list[Question]:
-        """The next questions, one per node. Empty if nothing more can be learned. ``silent``: nodes that do not
-        answer."""
+        """The next questions, one per node. Empty if nothing more can be learned. ``silent``: nodes that are not
+        responding."""
         return self._of_owners(silent) or self._in_doubt(silent)
 
     def _of_owners(self, silent: Collection[str]) -> list[Question]:

@@ -81,7 +81,7 @@ class Presence:
 
         Raises:
             NodeBusy: another live process has one of these keys. None of our entries stays.
-            Unavailable: the catalog does not answer.
+            Unavailable: the catalog is not responding.
         """
         self._entries, self._permanent = dict(entries), dict(permanent or {})
         self._writes = {key: [former] for key in entries if former}
@@ -283,7 +283,7 @@ class Membership:
 
         Raises:
             NodeBusy: another live process has that name.
-            Unavailable: the catalog does not answer. The message says what to do.
+            Unavailable: the catalog is not responding. The message says what to do.
             InvalidRequest: a setting of the catalog is invalid. The message names it.
         """
         config = self._config

@@ -253,5 +253,5 @@ TRANSPORTS: Final[Mapping[str, TransportKind]] = {
 
 
 def missing_here() -> dict[str, str]:
-    """Return for each transport why it is unavailable here, or "" if it is available."""
+    """Return, for each transport, why it is unavailable here, or "" if it is available."""
     return {name: kind.missing() for name, kind in TRANSPORTS.items()}

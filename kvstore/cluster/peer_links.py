@@ -4,11 +4,11 @@
 (``node.cluster.data_server``). The daemon and its clients read it, and never ask the catalog. While the catalog is away
 the last view stays; ``heard_s`` says how old it is.
 
-**PeerLinks** keeps connections open between requests, and remembers data servers that do not answer. After one failure
-a data server counts as dead, and no request waits for it. A thread probes dead data servers from time to time, and
-clears the mark when one answers. A restarted data server is a new process without a mark. If a connection that was kept
-open has ended, its data server may still be well: it gets one more try over a new connection, and counts as dead only
-if that fails.
+**PeerLinks** keeps connections open between requests, and remembers data servers that are not responding. After one
+failure a data server counts as dead, and no request waits for it. A thread probes dead data servers from time to time,
+and clears the mark when one answers. A restarted data server is a new process without a mark. If a connection that was
+kept open has ended, its data server may still be well: it gets one more try over a new connection, and counts as dead
+only if that fails.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ IDLE_MAX: Final = 4  # unused connections to one data server
 IDLE_S: Final = 60.0
 PROBE_MIN_S, PROBE_MAX_S = 0.5, 8.0  # pause between two probes of a dead data server; doubles each time
 PROBE_ANSWER_S: Final = 1.0
-FORGOTTEN_S: Final = 900.0  # a data server that is dead for longer is not probed any more
+FORGOTTEN_S: Final = 900.0  # a data server that is dead for longer is no longer probed
 
 log = logging.getLogger("kvstore.cluster")
 

@@ -27,7 +27,7 @@ class TierStore(Protocol):
 
     Attributes:
         tier: the tier. A node has at most one store per tier.
-        incarnation: a random number of the store. Pages of another incarnation cannot be read.
+        incarnation: a random number of the store. Pages from another incarnation cannot be read.
         generation: lower than all generations that frames get in this start, and higher than all from earlier
             starts.
         extent_bytes, positions: the geometry.

@@ -118,10 +118,10 @@ class SegmentFile(_Segment):
 
     @classmethod
     def open(cls, folder: NodeFolder, incarnation: int) -> SegmentFile | None:
-        """Map the segment that is there; None where it is absent, damaged or of another incarnation.
+        """Map the segment that is there; None where it is absent, damaged or from another incarnation.
 
         Raises:
-            VersionMismatch: it is of another version of the file format.
+            VersionMismatch: it is from another version of the file format.
         """
         opened = _open(folder, incarnation)
         return cls(folder.segment, *opened) if opened else None
@@ -214,7 +214,8 @@ class SegmentMap(_Segment):
 
     @classmethod
     def open(cls, folder: NodeFolder, incarnation: int) -> SegmentMap | None:
-        """Map the segment; None where it is absent, damaged or of another incarnation. Raises as ``SegmentFile.open``.
+        """Map the segment; None where it is absent, damaged or from another incarnation. Raises as
+        ``SegmentFile.open``.
 
         A process that truncates the file while it is mapped ends processes that touch the missing part, by SIGBUS.
         """

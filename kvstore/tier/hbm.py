@@ -162,7 +162,7 @@ class HbmStore:
         self.read_pages(position, frame, frame_class, page[None])
 
     def read_pages(self, position: int, frame: int, frame_class: FrameClass, rows: Bytes) -> None:
-        """Read the pages in the frames from ``frame`` on into ``rows`` ``[pages, page_bytes or more]``; the rest of
+        """Read the pages in the frames starting at ``frame`` into ``rows`` ``[pages, page_bytes or more]``; the rest of
         each row is set to zero. The deadline applies to each ``BOUNCE_BYTES``. Raises as ``read_page``."""
         step = max(1, BOUNCE_BYTES // frame_class.frame_bytes)
         for first in range(0, len(rows), step):

@@ -175,7 +175,7 @@ OPENERS: Final[dict[int, Callable[[NodeFolder, MountedTable], PeerMemory | None]
     HOST: SharedFrames.open,
     DEVICE: _open_device,
 }
-"""For each kind of memory, the function that opens it in another process of the machine."""
+"""For each kind of memory, the function that opens it in another process on the machine."""
 
 
 PASS_S: Final = 0.5  # for one caller, at either end
@@ -272,7 +272,7 @@ _IN_USE: Final[list[object]] = []  # memory that an abandoned copy may still rea
 
 
 class DeviceFrames:
-    """See ``MountedMemory``: frames ``stride`` bytes apart, from ``address`` on, in memory of a device."""
+    """See ``MountedMemory``: frames ``stride`` bytes apart, starting at ``address``, in memory of a device."""
 
     kind = DEVICE
 

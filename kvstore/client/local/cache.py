@@ -1,4 +1,4 @@
-"""``LocalCache``: the pages of one layout, salt and adapter on a node of this machine."""
+"""``LocalCache``: the pages of one layout, salt and adapter on a local node."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class LocalCache(PrefixCache):
     def _read_below(
         self, mapped: MappedNode, keys: Keys, target: Rows, pages: int, reason: str, verify: bool
     ) -> tuple[int, Mapping[Tier, int], str]:
-        """Read the pages after the first ``pages`` from the tiers below DRAM into ``target``.
+        """Read the pages after the first ``pages`` from the lower tiers into ``target``.
 
         DRAM is read again if a page has been promoted since. It is also read again if the layout is not
         prefix-closed, since its pages may be spread over the tiers.
@@ -329,7 +329,7 @@ class LocalCache(PrefixCache):
         checksum: bool = False,
         retention: Retention | Sequence[Retention] = (),
     ) -> LocalPut:
-        """Start to store pages, and return a future of how many are new."""
+        """Start storing pages, and return a future of how many are new."""
         start_ns = time.monotonic_ns()
         put = self._start_put(self._keys_to_store(tokens, extras, retention), pages, checksum, True)
         put.counters.took(PUT_ASYNC, start_ns)

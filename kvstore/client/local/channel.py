@@ -81,8 +81,8 @@ class SocketChannel:
     not notice a restart of the daemon between two requests.
 
     The session ends with ``close``, once the last copy in flight has ended, or with this process. Both free the lock of
-    the session's file, which shows the daemon that this session cannot write any more. A forked child does not share
-    the session: its copies of the descriptors are closed, and every call is refused.
+    the session's file, which shows the daemon that this session can no longer write. A forked child does not share the
+    session: its copies of the descriptors are closed, and every call is refused.
 
     A channel serves one incarnation of a node. If the node was recreated, the frames granted before are void. The
     channel is then ``ended``, as after ``close``, and its owner creates another one.
@@ -93,7 +93,7 @@ class SocketChannel:
         incarnation: the only incarnation of the segment to accept, 16 hex digits. None accepts the first one.
 
     Attributes:
-        ended: True once no request can succeed any more.
+        ended: True once requests can no longer succeed.
     """
 
     def __init__(self, folder: Path, timeout_s: float = 5.0, *, incarnation: str | None = None) -> None:
@@ -433,7 +433,7 @@ class SessionFile:
     """The file of a session, ``sessions/<id>``, which shows that the client is alive and contains its counters.
 
     The file is locked from ``lock`` until ``close`` or the end of the process. A free lock shows the node that the
-    session cannot write any more. The node then adds up its counters and removes the file. A forked child closes its
+    session can no longer write. The node then adds up its counters and removes the file. A forked child closes its
     descriptor, so that it does not keep the lock.
 
     Attributes:

@@ -146,7 +146,7 @@ def frames_of(mapped: MappedNode, addresses: list[Address]) -> list[tuple[Mapped
     """Return ``(mapped extent, first frame, i, j)`` for each run ``addresses[i:j]`` of consecutive frames.
 
     Raises:
-        NodeUnavailable: an extent does not exist any more, because the node was recreated.
+        NodeUnavailable: an extent no longer exists, because the node was recreated.
     """
     frames = []
     for number, frame, i, j in frame_runs(addresses):

@@ -1,4 +1,4 @@
-"""``HbmReader`` reads pages in memory that other processes of this machine have mounted.
+"""``HbmReader`` reads pages in memory that other processes on this machine have mounted.
 
 The index names a segment and a frame, and the segment's records prove the page. Its word must say SEALED under the
 generation that the index names, and key, root, extra and token ids must equal the requested ones. The bytes are read as
@@ -60,7 +60,7 @@ class _PeerSegment:
 
 
 class _Run(NamedTuple):
-    """Pages from ``page`` on, in consecutive frames of one segment from ``frame`` on."""
+    """Pages starting at ``page``, in consecutive frames of one segment starting at ``frame``."""
 
     segment: _PeerSegment
     frame: int
@@ -360,7 +360,7 @@ class MountsWatch:
         self._thread: threading.Thread | None = None
 
     def add(self, reader: HbmReader) -> None:
-        """Watch a reader as long as it exists. May be repeated."""
+        """Watch a reader as long as it exists. Can be repeated."""
         with self._lock:
             self._readers.add(reader)
             if self._thread is None or not self._thread.is_alive():  # a forked child has no thread

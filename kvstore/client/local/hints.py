@@ -124,8 +124,8 @@ def report_damaged(mapped: MappedNode, address: bytes) -> None:
 
 
 def request_checksums(mapped: MappedNode, runs: list[Run]) -> bool:
-    """Ask the node to verify these DRAM pages and record their checksums. Return False if the node does not answer, or
-    if a page is invalid."""
+    """Ask the node to verify these DRAM pages and record their checksums. Return False if the node is not responding,
+    or if a page is invalid."""
     try:
         for part in address_parts(runs):
             count = len(part) // ADDRESS_BYTES

@@ -210,7 +210,8 @@ def stored_beyond(
 
 
 def pages_below(mapped: MappedNode, keys: Keys, start: int, closed: bool) -> Collection[int]:
-    """Return the pages from ``start`` on that are in a lower tier of the node, whether or not other tiers have them."""
+    """Return the pages starting at ``start`` that are in a lower tier of the node, whether or not other tiers have
+    them."""
     readers = mapped.lower.values()
     if closed:
         return range(start, start + max((_leading_pages(mapped, reader, keys, start) for reader in readers), default=0))
@@ -263,7 +264,7 @@ def locate(mapped: MappedNode, reader: LowerReader, keys: Keys, closed: bool) ->
 
 
 def _tier_pages(mapped: MappedNode, reader: LowerReader, keys: Keys, start: int) -> set[int]:
-    """Return all pages from ``start`` on that are in the reader's tier."""
+    """Return all pages starting at ``start`` that are in the reader's tier."""
     try:
         raws = mapped.index.find_many(reader.tier, keys.hashes[start:])
     except IndexDamaged:
@@ -273,7 +274,7 @@ def _tier_pages(mapped: MappedNode, reader: LowerReader, keys: Keys, start: int)
 
 
 def _leading_pages(mapped: MappedNode, reader: LowerReader, keys: Keys, start: int) -> int:
-    """Return how many consecutive pages from ``start`` on are in the reader's tier, for prefix-closed chains."""
+    """Return how many consecutive pages starting at ``start`` are in the reader's tier, for prefix-closed chains."""
     index, tier, hashes = mapped.index, reader.tier, keys.hashes
     try:
         # The first key alone usually shows that there are none.

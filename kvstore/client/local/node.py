@@ -1,4 +1,4 @@
-"""``LocalNode``: a node of this machine, as a process uses it. The process maps the node's files (``MappedNode``),
+"""``LocalNode``: a node on this machine, as a process uses it. The process maps the node's files (``MappedNode``),
 which is enough for reads. Only writes need the node's daemon."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstore.tier.dram import SegmentMap
 from kvstore.wire.control import Message, Op
 
 LOWER_READERS: dict[Tier, Callable[[NodeFolder, ReadThreads], LowerReader]] = {Tier.NVME: NvmeReader}
-"""The tiers below DRAM, the fastest first. To add one, write a ``LowerReader`` class and add a row here."""
+"""The lower tiers, the fastest first. To add one, write a ``LowerReader`` class and add a row here."""
 
 _EPOCH, _INCARNATION, _MOUNTS = Header.epoch.position, Header.incarnation.position, Header.mounts.position
 
@@ -80,7 +80,7 @@ class MappedNode:
 
     Attributes:
         dram: the reader of DRAM.
-        lower: the readers of the tiers below DRAM, the fastest first.
+        lower: the readers of the lower tiers, the fastest first.
         tiers: ``dram`` and then ``lower``.
         hbm: the reader of memory that other processes have mounted.
         claims: which writers of this session write which pages.
@@ -171,7 +171,7 @@ class MappedNode:
         timeout_s: float | None = None,
     ) -> Message:
         """Send a request and return its reply. If the daemon ends before it replies, send the request once more within
-        the time, so the request must be one that may be repeated. Raises the errors of ``Channel.request`` and
+        the time, so the request must be one that can be repeated. Raises the errors of ``Channel.request`` and
         ``PendingReply.result``."""
         send = partial(self.channel.request, op, count=count, a=a, b=b, flags=flags, body=body)
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
@@ -198,7 +198,7 @@ class MappedNode:
 
 
 class LocalNode:
-    """A node of this machine, as one process uses it. Thread-safe.
+    """A node on this machine, as one process uses it. Thread-safe.
 
     The first call maps the node's files. They are mapped again when the epoch or the incarnation changes. ``close``
     ends it, and so does dropping it or the end of the process. A forked child cannot use it, since neither the index
@@ -252,7 +252,7 @@ class LocalNode:
 
         Raises:
             InvalidRequest: the store is closed, or this is a forked child.
-            VersionMismatch: the files are of another version.
+            VersionMismatch: the files are from another version.
         """
         mapped = self._mapped
         if mapped is not None:
@@ -354,7 +354,7 @@ class LocalNode:
         return {tier: reader(self.folder, self._threads) for tier, reader in LOWER_READERS.items()}
 
     def _open_header(self) -> Header | None:
-        """Return the header, if the folder can be trusted and this boot of the machine wrote the header."""
+        """Return the header, if the folder can be trusted and the header was written since the machine booted."""
         header = Header.open(self.folder) if self.folder.is_trusted() else None
         return header if header is not None and header.boot_id == boot_id() else None
 

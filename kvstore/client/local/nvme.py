@@ -139,11 +139,11 @@ class ReadBatch:
         return done
 
     def recycle(self, buffer: BounceBuffer) -> None:
-        """Return a buffer that the caller does not need any more."""
+        """Return a buffer that the caller no longer needs."""
         self._threads.recycle(buffer)
 
     def give_up(self) -> None:
-        """Abandon the remaining reads. The disks of running reads are not used again until they have answered."""
+        """Abandon the remaining reads. The disks of reads in progress are not reused until they have answered."""
         with self._mutex:
             disks = [] if self._is_abandoned else [self.reads[number].disk for number in self._running]
             self._is_abandoned = True
@@ -306,7 +306,7 @@ class NvmeExtent:
 
 
 class NvmeRun(NamedTuple):
-    """Pages from ``page`` to ``page + length`` in consecutive frames from ``frame`` on, with the words of the
+    """Pages from ``page`` to ``page + length`` in consecutive frames starting at ``frame``, with the words of the
     frames."""
 
     extent: NvmeExtent
@@ -317,7 +317,7 @@ class NvmeRun(NamedTuple):
 
 
 class ReadPart(NamedTuple):
-    """One read: ``length`` pages from ``page`` on, in consecutive frames from ``frame`` on."""
+    """One read: ``length`` pages starting at ``page``, in consecutive frames starting at ``frame``."""
 
     disk: Disk
     offset: int
@@ -379,7 +379,7 @@ class NvmeReader:
         return extent.frame_class if extent is not None else None
 
     def start(self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes) -> NvmeRead:
-        """Start to read the leading pages of ``keys`` at these addresses into ``rows``, ``[pages, page_bytes]``."""
+        """Start reading the leading pages of ``keys`` at these addresses into ``rows``, ``[pages, page_bytes]``."""
         map_ = self._devices()
         if map_ is None:
             return NvmeRead(self, [], [], (), keys, rows, IO)

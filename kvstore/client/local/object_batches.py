@@ -1,4 +1,4 @@
-"""Lookups, reads and puts of many objects at once, on a node of this machine, with few Python steps for each object.
+"""Lookups, reads and puts of many objects at once, on a local node, with few Python steps for each object.
 
 ``find_heads`` looks up the heads of all names in one index transaction, and then proves them extent by extent. A head
 is proven like a page (see ``verify_hit``): its frame's word says SEALED under the generation that the index names, and
@@ -347,7 +347,7 @@ def plan_object(mapped: MappedNode, name: bytes, value_bytes: int) -> tuple[Fram
 
 
 def copy_from(source: Scattered, start: int, mapped: MappedNode, addresses: list[Address]) -> None:
-    """Copy a value, from byte ``start`` on, into these frames. Raises NodeUnavailable if they do not exist any more."""
+    """Copy a value, starting at byte ``start``, into these frames. Raises NodeUnavailable if they no longer exist."""
     for extent, frame, i, j in frames_of(mapped, addresses):
         for page in range(i, j):
             source.read(start + page * extent.page_bytes, extent.pages[frame + page - i])
@@ -409,7 +409,7 @@ class HeadPut(_ObjectPagesPut):
         self.is_busy = self.is_present = False
 
     def send_from(self, source: Scattered, start: int) -> None:
-        """Copy the end of the value, from byte ``start`` on, into the head, and send its seal."""
+        """Copy the end of the value, starting at byte ``start``, into the head, and send its seal."""
         self._source, self._start = source, start
         self.send(np.empty((1, 0), np.uint8), 0)
 

@@ -1,10 +1,10 @@
 """``PeerCaching`` fetches pages of other nodes into frames of the local node.
 
 A page is cached here when this machine reads it from another node for the second time. It is also cached when it must
-be in the local node's DRAM: for a lease, a reader, a shard or a prefetch. All processes of the machine then read it
+be in the local node's DRAM: for a lease, a reader, a shard or a prefetch. All processes on the machine then read it
 there. Copies are worth less than pages that no other node has, so the local node evicts copies first.
 
-A process that fetches pages reserves frames under their keys (``ArrivingPages``). All processes of the machine use one
+A process that fetches pages reserves frames under their keys (``ArrivingPages``). All processes on the machine use one
 write group for this, so only one of them fetches a given page. The others see the reservation, and wait until the page
 is stored. A page is received directly in its final frame, and sealed after it is verified.
 
@@ -88,7 +88,7 @@ class ArrivingPages:
         """Reserve frames for as many leading pages as possible. If the result is OURS, call ``seal`` afterwards.
 
         Raises:
-            NodeUnavailable, DeadlineExceeded: the node does not answer. Frames that it has reserved nevertheless are
+            NodeUnavailable, DeadlineExceeded: the node is not responding. Frames that it has reserved nevertheless are
                 returned later, or end at their deadline.
         """
         mapped, keys = self._mapped, self._keys
@@ -187,7 +187,7 @@ class ArrivingPages:
 
 
 def is_pending(mapped: MappedNode, key: bytes) -> bool:
-    """Return whether a process of this machine has reserved a frame for this page and has not sealed it yet."""
+    """Return whether a process on this machine has reserved a frame for this page and has not sealed it yet."""
     try:
         return mapped.index.find_pending(key) is not None
     except IndexDamaged:
@@ -195,7 +195,7 @@ def is_pending(mapped: MappedNode, key: bytes) -> bool:
 
 
 def wait_while_pending(mapped: MappedNode, key: bytes, timeout_s: float) -> bool:
-    """Wait until a page is not pending any more, but at least for one pause. Return False if it still is after
+    """Wait until a page is no longer pending, but at least for one pause. Return False if it still is after
     ``timeout_s``."""
     deadline_s, pause_s = time.monotonic() + timeout_s, PAUSE_MIN_S
     while True:
@@ -227,11 +227,11 @@ class PeerCaching:
 
     def fetch(self, keys: Keys, budget: TimeBudget, name: Name) -> FetchResult:
         """Fetch pages of other nodes into the local node, as far as it has space. Return the pages that this call has
-        fetched, without those that other processes of this machine have fetched."""
+        fetched, without those that other processes on this machine have fetched."""
         result, peer_reader = FetchResult(), self._node.peer_reader
         if peer_reader is None or not peer_reader.has_peers:
             return result
-        with contextlib.suppress(Unavailable):  # the local node does not answer, so nothing can be stored in it
+        with contextlib.suppress(Unavailable):  # the local node is not responding, so nothing can be stored in it
             while not budget.is_over and self._fetch_some(peer_reader, keys, budget, result, name):
                 pass
         return result
@@ -264,7 +264,7 @@ class PeerCaching:
         return pages > 0
 
     def _read_engines(self, mapped: MappedNode, located: list[bytes], keys: Keys, rows: list[Rows]) -> int:
-        """Read pages of engines into frames, up to the first one that does not exist any more. Return their number."""
+        """Read pages of engines into frames, up to the first one that no longer exists. Return their number."""
         for page, row in enumerate(rows):
             part = slice(page, page + 1)
             read = mapped.hbm.start(located[part], keys[part], self._chain.frame_class, row[None])
@@ -308,7 +308,7 @@ class PeerCaching:
             return arrival, arrival.reserve()
 
     def _wait_for_other(self, mapped: MappedNode, key: bytes, budget: TimeBudget) -> bool:
-        """Wait for another process of this machine that fetches this page. Return whether it has ended."""
+        """Wait for another process on this machine that fetches this page. Return whether it has ended."""
         has_ended = wait_while_pending(mapped, key, budget.local_wait_s)
         budget.deduct(0.0 if has_ended else budget.local_wait_s)
         return has_ended

@@ -2,7 +2,7 @@
 
 A client does this without its node's daemon. It reads the list of the pool's members in the node's folder, asks the
 owners of the spans which nodes have the pages, and reads from these nodes. The sender proves each page, and the client
-compares the checksums. A fault of another node only shortens the match. A node that does not answer is skipped for a
+compares the checksums. A fault of another node only shortens the match. A node that is not responding is skipped for a
 while, and a ``TimeBudget`` limits how long one call waits for all nodes.
 
 ``FetchHistory`` records which pages this machine has read from other nodes recently. A page that is read twice is worth
@@ -119,7 +119,7 @@ class TimeBudget:
     Attributes:
         deadline_s: the end of the budget, by ``time.monotonic``.
         silence_left_s: seconds that the call may still wait for silent nodes.
-        local_wait_s: longest wait for the local node's replies, and for pages that another process of this machine
+        local_wait_s: longest wait for the local node's replies, and for pages that another process on this machine
             fetches.
     """
 
@@ -180,7 +180,7 @@ class PeerReader:
         cache_s: how long the answers of owners are reused.
 
     Attributes:
-        history: the pages that gets of this machine have fetched.
+        history: the pages that gets on this machine have fetched.
     """
 
     def __init__(self, folder: Path, cache_s: float = CACHE_S) -> None:

@@ -167,7 +167,7 @@ class Publisher:
         return self._waiting.get(key, 0) > self.drained
 
     def leading(self, keys: list[bytes], start: int) -> int:
-        """Return for how many consecutive keys from ``start`` on ``holds`` is true."""
+        """Return for how many consecutive keys starting at ``start`` ``holds`` is true."""
         waiting, page = self._waiting, start
         if keys[start] not in waiting:
             return 0
@@ -222,7 +222,7 @@ class Channel(Protocol):
 
     @property
     def ended(self) -> bool:
-        """True once no request can succeed any more, because the channel was closed or the node was recreated."""
+        """True once requests can no longer succeed, because the channel was closed or the node was recreated."""
         ...
 
     def request(
@@ -345,7 +345,7 @@ class PutLogReader:
         return self._log
 
     def _ask(self, channel: Channel) -> bool:
-        """Ask the node to take in all published pages. Return False if it does not answer, or has not had a heartbeat
+        """Ask the node to take in all published pages. Return False if it is not responding, or has not had a heartbeat
         since it did not answer."""
         heartbeat_ns = self._header.heartbeat_ns
         if heartbeat_ns == self._unanswered_ns:

@@ -34,7 +34,7 @@ _STATE, _READY = Header.state.position, int(DaemonState.READY)
 
 
 class SealBatch:
-    """Consecutive pages that one request seals, from ``page`` on."""
+    """Consecutive pages that one request seals, starting at ``page``."""
 
     __slots__ = ("page", "addresses", "body", "reply", "is_resent")
 
@@ -131,8 +131,8 @@ class LocalPut(PendingPut):
             self._pool.add_unread(self)
 
     def send(self, rows: Rows | DeviceRows, stored: int) -> None:
-        """Copy the pages of ``rows``, ``[pages, page_bytes]``, from page ``stored`` on, and send their seals. Called
-        once."""
+        """Copy the pages of ``rows``, ``[pages, page_bytes]``, starting at page ``stored``, and send their seals.
+        Called once."""
         pool, total = self._pool, len(rows)
         limit = pool.batch_pages
         frames = pool.take(total - stored)
@@ -177,8 +177,8 @@ class LocalPut(PendingPut):
         return mapped.channel.publisher is not None and mapped.words[_STATE] == _READY
 
     def take(self, page: int) -> list[Address]:
-        """Return frames for the pages from ``page`` on, as many as there are. The caller copies the pages into them,
-        and then calls ``seal``.
+        """Return frames for the pages starting at ``page``, as many as there are. The caller copies the pages into
+        them, and then calls ``seal``.
 
         Raises:
             NodeUnavailable, DeadlineExceeded: the node did not answer in time.
@@ -186,7 +186,7 @@ class LocalPut(PendingPut):
         return self._pool.take_granted(len(self._keys) - page, self._purpose(page), self._mapped.timeout_s)
 
     def seal(self, page: int, addresses: list[Address]) -> None:
-        """Seal the pages from ``page`` on, which are in these frames. Called once, after ``take``."""
+        """Seal the pages starting at ``page``, which are in these frames. Called once, after ``take``."""
         self._first = page
         step = self._pool.request_pages
         try:
@@ -203,8 +203,8 @@ class LocalPut(PendingPut):
         self._pool.forfeit(addresses)
 
     def _granted(self, request: PendingReply | None, page: int) -> list[Address]:
-        """Wait for frames for the pages from ``page`` on. They are requested if ``request`` is None, or if the request
-        was lost with the daemon."""
+        """Wait for frames for the pages starting at ``page``. They are requested if ``request`` is None, or if the
+        request was lost with the daemon."""
         pool, arguments = self._pool, (len(self._keys) - page, self._purpose(page))
         deadline = time.monotonic() + self._mapped.timeout_s
         return pool.wait_granted(request if request is not None else pool.request(*arguments), *arguments, deadline)
@@ -227,7 +227,7 @@ class LocalPut(PendingPut):
             )  # replaces the last use of the frame's old page
 
     def _body(self, page: int, addresses: list[Address]) -> tuple[bytes, ...]:
-        """Return the body of a request that seals the pages from ``page`` on in these frames: the parent's key, the
+        """Return the body of a request that seals the pages starting at ``page`` in these frames: the parent's key, the
         addresses, and the identities."""
         identity, count = self._keys.identity_bytes, len(addresses)
         if count < len(self._keys):
@@ -238,8 +238,8 @@ class LocalPut(PendingPut):
     def _seal(
         self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address], body: tuple[bytes, ...]
     ) -> None:
-        """Publish the seal of the pages from ``page`` on, or send it as a request. ``rows`` are the put's pages, from
-        which checksums are computed if requested."""
+        """Publish the seal of the pages starting at ``page``, or send it as a request. ``rows`` are the put's pages,
+        from which checksums are computed if requested."""
         keys, count = self._keys, len(addresses)
         if self._flags & CHECKSUMS and rows is not None:
             layers = self._pool.frame_class.layers

@@ -33,7 +33,8 @@ Words = npt.NDArray[np.uint64]
 
 
 class LayerRun(NamedTuple):
-    """Pages from ``page`` on in consecutive frames from ``frame`` on, sealed or not, proven under these generations."""
+    """Pages starting at ``page`` in consecutive frames starting at ``frame``, sealed or not, proven under these
+    generations."""
 
     extent: MappedExtent
     frame: int
@@ -71,8 +72,8 @@ class LocalReader(Reader):
         self._follow(layer, start, stop, rows)
 
     def _read(self, page: int, layer: int, start: int, stop: int, target: Rows | DeviceRows) -> int:
-        """Read pages from ``page`` on, to the end of their run in DRAM. If DRAM does not have the page, read as many
-        pages as engines have. Return the number of pages."""
+        """Read pages starting at ``page``, to the end of their run in DRAM. If DRAM does not have the page, read as
+        many pages as engines have. Return the number of pages."""
         run = self._run_of(page)
         if run is None:
             return self._from_engines(page, layer, slice(start, stop), target)
@@ -94,7 +95,7 @@ class LocalReader(Reader):
         return count
 
     def _from_engines(self, page: int, layer: int, part: slice, target: Rows | DeviceRows) -> int:
-        """Read pages from memory that engines of this machine have mounted. Return the number of pages.
+        """Read pages from memory that engines on this machine have mounted. Return the number of pages.
 
         ``part`` is the range of bytes in a page to read, inside the layer. The reads of mounted memory return whole
         layers, so a smaller part is copied out of a whole layer.

@@ -1,4 +1,4 @@
-"""``LocalSegment``: mounted memory of this process. The local node indexes its pages, and other processes of the
+"""``LocalSegment``: mounted memory of this process. The local node indexes its pages, and other processes on the
 machine read them."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LocalSegment:
         return self._table.frames
 
     def publish(self, keys: Keys, frames: Sequence[int]) -> bool:
-        """Publish consecutive pages of a chain, one in each of these frames, to all processes of the machine.
+        """Publish consecutive pages of a chain, one in each of these frames, to all processes on the machine.
 
         Return whether the node was notified. A node that is down finds the pages when it starts.
 

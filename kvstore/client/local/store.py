@@ -93,7 +93,7 @@ class LocalStore(Store, LocalObjects):
     ) -> LocalSegment:
         """Mount memory of this process, with ``frames`` frames, as a segment of ``Tier.HBM``.
 
-        Lookups and gets of other processes of the machine find the pages that are published in the segment, until the
+        Lookups and gets of other processes on the machine find the pages that are published in the segment, until the
         pages are retired or this process ends. The memory is counted for the tenants of its pages, but not charged to
         their quotas.
 
@@ -106,7 +106,7 @@ class LocalStore(Store, LocalObjects):
                 not fit ``memory``; ``strides`` do not fit a page.
             Unavailable: the memory cannot be exported to other processes.
             OutOfSpace: there is not enough memory, or the node's limit of mounted memory is reached.
-            NodeUnavailable: there is no such node, or its daemon does not answer.
+            NodeUnavailable: there is no such node, or its daemon is not responding.
         """
         check_cache(layout, "", "", 0)
         if not isinstance(frames, int) or frames < 1:

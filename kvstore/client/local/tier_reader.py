@@ -147,7 +147,7 @@ class LowerReader(TierReader, Protocol):
         ...
 
     def start(self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes) -> PendingRead:
-        """Start to read the leading pages of ``keys`` from these raw addresses into ``rows`` ``[pages, page_bytes]``.
+        """Start reading the leading pages of ``keys`` from these raw addresses into ``rows`` ``[pages, page_bytes]``.
 
         A page counts only if it is proven: its key, root, extra, tokens and checksum, and after the read its
         generation.

@@ -38,7 +38,7 @@ _pack_word = _WORD.pack
 
 
 class Run(NamedTuple):
-    """Pages from ``page`` to ``page + length`` in consecutive frames from ``frame`` on, proven under ``words``."""
+    """Pages from ``page`` to ``page + length`` in consecutive frames starting at ``frame``, proven under ``words``."""
 
     extent: MappedExtent
     frame: int
@@ -133,8 +133,8 @@ def _prove_each(mapped: MappedNode, keys: Keys, stored: int, page_bytes: int) ->
 
 
 def prove_run(extent: MappedExtent, frame: int, page: int, words: bytes, keys: Keys) -> tuple[Run, str]:
-    """Prove that the frames from ``frame`` on have these words and hold the pages from ``page`` on. Return the run of
-    the leading proven pages, and why it has not all pages ("" if it has)."""
+    """Prove that the frames starting at ``frame`` have these words and hold the pages starting at ``page``. Return the
+    run of the leading proven pages, and why it has not all pages ("" if it has)."""
     count, reason = len(words) // 8, ""
     current_words = extent.words[frame : frame + count].tobytes()
     if current_words != words:

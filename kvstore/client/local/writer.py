@@ -77,7 +77,7 @@ class LayerCopies:
         return bool(self._in_flight)
 
     def start(self, copies: Copies, layer: int, extents: Sequence[PinnedExtent], pairs: Pairs) -> None:
-        """Start to copy one layer into frames of these extents, after the work that is in the caller's stream.
+        """Start copying one layer into frames of these extents, after the work that is in the caller's stream.
 
         Raises:
             DeviceLost: the device has failed. Nothing was started.
@@ -302,7 +302,7 @@ class LocalWriter(Writer):
                 keys.identity_bytes[page * width : stop * width],
                 keys.hints[page:stop],
             )
-            # The request may be repeated: the node then returns the frames that this session has already reserved for
+            # The request can be repeated: the node then returns the frames that this session has already reserved for
             # the group and shard. These are this writer's, since no other writer has a claim on them.
             geometry = pack_class(self._class)
             flags = HINTS if keys.hints else 0

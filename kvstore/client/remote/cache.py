@@ -401,7 +401,7 @@ class RemoteCache(PrefixCache):
         return new, first + put.stored == len(keys)
 
     def _start_put(self, keys: Keys, rows: Rows) -> tuple[RemotePut, int]:
-        """Start to put the pages that are not in DRAM. Return the put, and the number of leading pages in DRAM."""
+        """Start putting the pages that are not in DRAM. Return the put, and the number of leading pages in DRAM."""
         self._node.check_open()
         put, stored = RemotePut(self._node), 0
         if len(keys):

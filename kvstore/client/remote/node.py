@@ -35,7 +35,7 @@ OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 5000),  # the longest time of one attempt, enough for busy or distant nodes
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.enable_retries", 0),  # this module retries, and knows which calls may be repeated
+    ("grpc.enable_retries", 0),  # this module retries, and knows which calls can be repeated
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # stores share no connection, because their credentials differ
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),

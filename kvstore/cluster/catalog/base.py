@@ -139,8 +139,8 @@ class Session(ABC):
 
     @abstractmethod
     async def _renew(self) -> bool:
-        """Return True if the session is alive for another ``ttl_s``. Raises KVStoreError if the catalog does not
-        answer."""
+        """Return True if the session is alive for another ``ttl_s``. Raises KVStoreError if the catalog is not
+        responding."""
 
     @abstractmethod
     async def _end(self) -> None:

@@ -164,7 +164,7 @@ class EtcdCatalog(Catalog):
         return [compare(key=key.encode(), target=compare.MOD, result=compare.EQUAL, mod_revision=only_if)]
 
     async def _changes(self, prefix: str, revision: int, health: TaskHealth) -> AsyncGenerator[Update | None, None]:
-        """Yield changes from ``revision`` on. Yields None if etcd has lost some of them, or is now another cluster
+        """Yield changes starting at ``revision``. Yields None if etcd has lost some of them, or is now another cluster
         (recreated, or restored from a backup), whose revisions cannot be compared with ours. Each answer is a sign of
         life. If nothing changes, etcd is asked for one."""
         pb = self._pb

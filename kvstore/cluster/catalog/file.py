@@ -230,7 +230,7 @@ class _Database:
         self.openings += 1
 
     def _check(self, sql: sqlite3.Connection) -> None:
-        """Make the tables if there are none, refuse those of another version, and end the sessions of an earlier
+        """Make the tables if there are none, refuse those from another version, and end the sessions of an earlier
         boot."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         with _Transaction(sql):

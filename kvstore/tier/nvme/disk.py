@@ -6,9 +6,9 @@ are page-aligned (``aligned_buffer``, or frames of a DRAM segment, which are wri
 page cache. Writes survive power loss only after ``sync`` has returned. Until then each 512-byte sector may be on the
 disk or not, in any order.
 
-**PatientDisk** adds deadlines. A system call to a device cannot be cancelled: if the device does not answer, its thread
-is blocked until it does. So the disk's own threads make the calls, and the caller waits for at most ``answer_s``. After
-that the call is abandoned, its buffers must not be reused, and the disk is *silent*::
+**PatientDisk** adds deadlines. A system call to a device cannot be cancelled: if the device is not responding, the
+calling thread is blocked until it responds. So the disk's own threads make the calls, and the caller waits for at most
+``answer_s``. After that the call is abandoned, its buffers must not be reused, and the disk is *silent*::
 
     answers ──no answer for answer_s──> silent: every call fails at once ──abandoned calls have ended──> reads again
 

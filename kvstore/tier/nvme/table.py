@@ -110,7 +110,7 @@ class Superblock:
 
     @classmethod
     def unpacked(cls, block: Bytes) -> Superblock | None:
-        """Parse a block; return None if it is not a sound superblock. A superblock of another version keeps only its
+        """Parse a block; return None if it is not a sound superblock. A superblock from another version keeps only its
         version."""
         magic, version, complete, incarnation, owner, size, extent, positions, table = _SUPER.unpack_from(block.data)
         if magic != _SUPER_MAGIC or _super_sum(block) != _word_at(block, _SUM_AT):
@@ -194,7 +194,7 @@ class Table:
 
     @classmethod
     def unpacked(cls, block: Bytes, superblock: Superblock) -> Table | None:
-        """Parse a slot; return None if it is torn, damaged or of another incarnation."""
+        """Parse a slot; return None if it is torn, damaged or from another incarnation."""
         magic, incarnation, sequence, starts, day, day_bytes, positions, total = _TABLE_HEAD.unpack_from(block.data)
         if magic != _TABLE_MAGIC or (incarnation, positions) != (superblock.incarnation, superblock.positions):
             return None
