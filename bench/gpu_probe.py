@@ -71,7 +71,7 @@ def item(limit_s: float) -> Callable[[Callable[[], Facts]], Callable[[], Facts]]
 
 
 def probe(items: Sequence[tuple[str, Sequence[str], float]], out: Path) -> list[str]:
-    """Run each ``(name, command, limit_s)`` in turn, and return the names of the items that failed.
+    """Run each ``(name, command, limit_s)``, one after the other, and return the names of the items that failed.
 
     A command prints its facts as JSON in its last line.
     """
@@ -97,7 +97,7 @@ def _run(command: Sequence[str], limit_s: float) -> tuple[Any, bool]:
         except subprocess.TimeoutExpired:
             return f"did not end in {limit_s:g} s", False
         finally:
-            if child.poll() is None:  # past its limit, or this process was interrupted
+            if child.poll() is None:  # the child is past its limit, or this process was interrupted
                 os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
                 child.wait()
         output.seek(0)
@@ -133,7 +133,7 @@ def done(stream: cuda.CudaStream) -> None:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """Return the error message of a call that may be refused; "taken" if it succeeds."""
+    """Return the error message of a call that may be refused; "taken" if the call succeeds."""
     try:
         call()
     except KVStoreError as error:
@@ -154,7 +154,7 @@ def timed(call: Callable[[], object], stream: cuda.CudaStream) -> float:
 
 @contextlib.contextmanager
 def shared_memory(nbytes: int) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:
-    """Yield shared memory as a client maps that of a node: writable, read-only, and the seconds of its allocation."""
+    """Yield shared memory mapped as by a client: writable, read-only, and the seconds of its allocation."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         start_s = time.perf_counter()
         os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -276,7 +276,7 @@ def answers() -> Facts:
 
 @item(60)
 def pinning() -> Facts:
-    """Measure the seconds to register 1 GiB of shared memory, by the size of one call; and try read-only mappings."""
+    """Measure the seconds to register 1 GiB of shared memory, per size of one call. Also try read-only mappings."""
     device = first_device()
     facts: Facts = {}
     with shared_memory(2 * PINNED_BYTES) as (writable, read_only, allocate_s):

@@ -1,4 +1,4 @@
-"""``python bench/run.py [NAME...] [--json]``: the same as ``kvstore bench``, which lives in ``kvstore/bench/``."""
+"""``python bench/run.py [NAME...] [--json]``: the same as ``kvstore bench``, which is in ``kvstore/bench/``."""
 
 import sys
 from pathlib import Path

@@ -50,7 +50,7 @@ def adapters(folder: Path, size_kib: int) -> dict[str, dict[str, Any]]:
 
 
 def measure(spec: dict[str, Any], size_kib: int, rounds: int) -> dict[str, float] | str:
-    """Return GB/s of store and load, and microseconds of a lookup; or the reason why there are no numbers."""
+    """Return GB/s of store and load, and microseconds of a lookup, or the reason why there are no numbers."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         words = ["--num-keys", str(KEYS), "--data-size-kb", str(size_kib), "--rounds", str(rounds), "--no-skip-verify"]
         words += ["--l2-adapter", json.dumps(spec), "--format", "json", "--output", file.name]

@@ -91,7 +91,7 @@ class Mover:
         self.is_ready = self._answer().get("ready") == 0
 
     def move(self, number: int) -> float | None:
-        """Return the seconds of one batch; None if it did not arrive whole."""
+        """Return the seconds of one batch; None if it was incomplete."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"%d\n" % number)
         self.process.stdin.flush()
@@ -99,7 +99,7 @@ class Mover:
         return answer["took_s"] if answer.get("succeeded") else None
 
     def close(self) -> None:
-        """End the process. If it has memory in Mooncake's pool, it removes that first."""
+        """End the process. It first removes its memory from Mooncake's pool."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:

@@ -40,7 +40,7 @@ def hide(package: str) -> None:
 
 
 def main(arguments: dict[str, Any]) -> None:
-    """Print the seconds of each prompt when it is new and when it is known, and how many tokens were found then."""
+    """Print how long each prompt takes when it is new and when it is stored, and how many tokens were found."""
     sys.path.extend(arguments.get("packages", ()))
     import numpy as np
     from starting import VLLM_SETTINGS

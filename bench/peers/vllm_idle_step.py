@@ -65,7 +65,7 @@ class Calls:
         self.seconds, self.counts, self.idle = {"scheduler": 0.0, "worker": 0.0}, {"scheduler": 0, "worker": 0}, True
 
     def watch(self, connector: type) -> None:
-        """Replace the public methods of a connector with ones that count and time calls from outside."""
+        """Wrap the public methods of a connector to count and time calls from outside."""
         for name in dir(connector):
             method = getattr(connector, name)
             if not name.startswith("_") and callable(method) and not hasattr(method, "__self__"):

@@ -116,7 +116,7 @@ def lmcache_server(port: int) -> list[str]:
 
 
 def measure(peer: Peer, model: Path, lengths: list[int], rounds: int) -> list[dict[str, Any]] | str:
-    """Return a row per length; or the reason why there are none."""
+    """Return one row per length, or the reason why there are none."""
     for folder in peer.packages:
         if not folder.is_dir():
             return f"{folder.relative_to(ROOT)} is not installed; see README.md"

@@ -28,7 +28,7 @@ ROLES = Bar(0.9, of_ratio=False)
 
 
 def lazy(module: str, function: str, **arguments: object) -> Callable[[Stage, str, Any], list[Result]]:
-    """Return a call of a function of this folder, which imports the module only when it is made."""
+    """Return a function that imports a module of this folder only when it is called."""
 
     def measure_row(stage: Stage, name: str, bar: Any) -> list[Result]:
         measure_lines = getattr(importlib.import_module(f"bench.studies.{module}"), function)

@@ -258,7 +258,7 @@ def logit_errors(
 
 
 def _text(model: Model, tokens: int) -> list[int]:
-    """Return ``tokens`` token ids of English text and code: the source of two modules of the store."""
+    """Return ``tokens`` token ids of English text and code, from the source of two modules of the store."""
     text = inspect.getsource(layout_module) + inspect.getsource(prefix_module)
     ids = list(model.tokenizer.encode(text))[:tokens]
     if len(ids) < tokens:
@@ -267,7 +267,7 @@ def _text(model: Model, tokens: int) -> list[int]:
 
 
 def logits(stage: Stage, name: str, bar: Bar | None, number: int) -> list[Result]:
-    """Measure the bytes of a page of ``MODELS[number]``, lossy compared with exact, in a line per codec. The details
+    """Measure the page size in bytes of ``MODELS[number]``, lossy against exact, in one line per codec. The details
     have the error of logits."""
     quick = stage.settings.quick
     model = load_model((MODELS_QUICK if quick else MODELS)[number])

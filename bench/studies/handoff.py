@@ -85,7 +85,7 @@ def ideal_s(prefill: Prefilled, step_s: float, layers: int, layer_token_bytes: f
 
 @dataclass
 class EnginePair:
-    """An engine that computes prompts and, for the limit, also answers them; and an engine that only answers."""
+    """Two engines. One computes prompts and, for the limit, also answers them; the other only answers."""
 
     prefill: EngineProcess
     decode: EngineProcess

@@ -179,7 +179,7 @@ def _pieces(connection: DataConnection, number: int, deadline_s: float) -> Itera
 
 
 class _RemoteData:
-    """The bytes of a piece, which are received when they are read. Implements ``PieceData``."""
+    """The bytes of a piece. Reading them receives them. Implements ``PieceData``."""
 
     def __init__(self, connection: DataConnection, nbytes: int, deadline_s: float) -> None:
         self.nbytes = nbytes

@@ -152,7 +152,7 @@ def _measure_hits(stage: Stage, name: str, bar: Bar | None, pool: ReusePool, len
 def _measure_arena_and_dram(
     stage: Stage, name: str, hbm: ReusePool, dram: ReusePool, length: int, expected: Answer
 ) -> Result:
-    """Measure hits in the arena of one engine and hits in DRAM of another engine, in turn."""
+    """Measure hits in the arena of one engine and hits in DRAM of another engine, alternately."""
     tokens = prompt(length, seed=1)
     times: list[list[float]] = [[], []]
     for turn in range(stage.settings.rounds):
@@ -168,7 +168,7 @@ def _measure_arena_and_dram(
 
 
 def _measure_longer(stage: Stage, name: str, pool: ReusePool, length: int) -> Result:
-    """Measure hits of a prompt of full pages and of a prompt that is one token longer, in turn."""
+    """Measure hits of a prompt of full pages and of a prompt that is one token longer, alternately."""
     times: list[list[float]] = [[], []]
     for turn in range(stage.settings.rounds):
         round_times: list[list[float]] = [[], []]

@@ -35,7 +35,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The plain weights. Each access unpacks them; some models read the weights of a router."""
+        """The plain weights, for models that read the weights of a router. Each access unpacks them."""
         plain: torch.Tensor = self._packed.to_dense()
         return plain
 

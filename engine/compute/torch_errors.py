@@ -62,6 +62,6 @@ class StepFault:
                 self.error = (OutOfSpace if out_of_memory else Unavailable)(f"this step could not be computed: {text}")
             case _:
                 return False
-        # Format the traceback here: a log record that refers to it would keep the tensors of the forward in memory.
+        # Format the traceback here, because a log record with the traceback would keep the step's tensors in memory.
         log.error("a step failed; its requests fail with it:\n%s", "".join(traceback.format_exception(error)).rstrip())
         return True

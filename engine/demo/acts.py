@@ -275,7 +275,9 @@ class Demo:
 
 
 def read_documents(folder: Path | None) -> dict[str, str]:
-    """Return the texts of the largest documents in a folder, by name. None: the documents of this project.
+    """Return the texts of the largest documents in a folder, by name.
+
+    A folder of None means the documents of this project.
 
     Raises:
         InvalidRequest: the folder has no documents.
@@ -289,7 +291,7 @@ def read_documents(folder: Path | None) -> dict[str, str]:
 
 
 def encoder(model: str | None) -> Encode:
-    """Return the encoder of the model in a folder. None: bytes as tokens, for a preset."""
+    """Return the encoder of the model in a folder. For None (a preset), every byte is a token."""
     if model is None:
         tokenizer = ByteTokenizer()
         return lambda text, _: tokenizer.encode(text)

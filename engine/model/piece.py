@@ -14,7 +14,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class PieceData(Protocol):
-    """The bytes of a piece, which may still be on the way."""
+    """The bytes of a piece. They might not have arrived yet."""
 
     @property
     def nbytes(self) -> int:

@@ -61,8 +61,8 @@ class Pool:
         codec: None if pages are written as they are, else the codec of the lossy replicas, which have other layouts.
         places: for each layer of the model, its cache group and its number in the group.
         outgoing: runs the writes that wait for copies from the device; None if frames are in host memory.
-        up: True if the node takes pages, as far as the last check or failure shows.
-        hook_s, hook_layers: the time for which forwards have waited while layers were written, and the number of these
+        up: True if the node accepts pages, according to the last check or failure.
+        hook_s, hook_layers: how long forward passes have waited while layers were written, and the number of these
             layers.
         failures: the number of calls that failed.
     """

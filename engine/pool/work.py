@@ -176,7 +176,7 @@ class Work:
         self.first_pages = [self.needed_from(tokens, group) // self.page_tokens for group in range(len(self.windows))]
 
     def record_stored(self, pages: int) -> None:
-        """Record that the pool has the leading ``pages`` pages of every group, as far as they are needed."""
+        """Record that the pool has the needed pages among the first ``pages`` pages of every group."""
         self.stored_pages = [pages] * len(self.windows)
 
     # --- the client -------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def describe(engine: Engine) -> dict[str, Any]:
             "free": frames.free,  # includes frames of kept pages, which are evicted when a frame is needed
             "kept": frames.kept,
             "shared": frames.shared,
-            "tokens_max": state.rules.tokens_max,  # of one sequence; 0: no limit
+            "tokens_max": state.rules.tokens_max,  # of one sequence; 0 for no limit
             "kv_tokens_max": 0 if state.rules.window else arena.frames_total * arena.layout.page_tokens,  # in total
             "kv_tokens": (arena.frames_total - frames.free) * arena.layout.page_tokens,  # in frames of sequences
         },

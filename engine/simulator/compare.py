@@ -160,7 +160,7 @@ class Belady:
         return min((self._pages[slot].used_ms for slot in self._next_ms), default=None)
 
     def __contains__(self, slot: int) -> bool:
-        """True if the page in the slot is listed."""
+        """Return True if the page in the slot is listed."""
         return slot in self._next_ms
 
 

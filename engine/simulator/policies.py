@@ -125,12 +125,12 @@ class QueuePolicy:
         return min(heads, default=None)
 
     def __contains__(self, slot: int) -> bool:
-        """True if the page in the slot is listed."""
+        """Return True if the page in the slot is listed."""
         leaf = self._leaves.get(slot)
         return leaf is not None and leaf.queue is not None
 
     def __len__(self) -> int:
-        """The number of listed pages."""
+        """Return the number of listed pages."""
         return len(self.once) + len(self.reused)
 
     def _record_use(self, leaf: Leaf, used_ms: int) -> None:

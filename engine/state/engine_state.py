@@ -49,7 +49,7 @@ MARGIN = 1.2  # a layer is predicted to take this much longer than it did
 def decoding(
     active: Iterable[Sequence], rules: Rules, arriving: Mapping[int, Arriving], layer_s: float, side_steps: int
 ) -> tuple[list[int], list[int]]:
-    """Return the sequences whose next token is made in the step, and those for which a side batch begins."""
+    """Return the sequences whose next token the step makes, and the sequences for which a side batch begins."""
     batch: list[int] = []
     side: list[int] = []
     for sequence in active:
@@ -70,7 +70,7 @@ def decoding(
 
 
 def arrives_in_time(arriving: Arriving, layers: int, layer_s: float) -> bool:
-    """True if each layer of the sequence is predicted to arrive before a step needs it.
+    """Return True if each layer of the sequence is predicted to arrive before a step needs it.
 
     A step takes ``layer_s`` per layer.
     """

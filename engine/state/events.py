@@ -68,7 +68,7 @@ class Submitted(Event):
 
 @dataclass(slots=True)
 class Cancelled(Event):
-    """The client cancelled the request, or is gone."""
+    """The client cancelled the request or disconnected."""
 
     sequence: int
 
@@ -84,7 +84,7 @@ class Migrate(Event):
 
 @dataclass(slots=True)
 class Drain(Event):
-    """An operator asks to let the engine at ``target`` continue all answers. None: they continue here."""
+    """An operator asks to let the engine at ``target``, or this engine if it is None, continue all answers."""
 
     target: str | None
 
@@ -191,7 +191,7 @@ class PassedOn(Event):
 
 @dataclass(slots=True)
 class Arriving:
-    """How much of a sequence's KV has arrived: the leading layers, and the seconds per layer (0: unknown)."""
+    """How much of a sequence's KV has arrived: the number of leading layers, and seconds per layer (0 if unknown)."""
 
     layers: int
     layer_s: float = 0.0

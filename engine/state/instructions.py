@@ -66,7 +66,7 @@ class GiveUp:
 
 @dataclass(slots=True)
 class Settle:
-    """Tell the other engine that the hand-off is complete."""
+    """Notify the other engine that the hand-off is complete."""
 
     sequence: int
 
@@ -131,7 +131,7 @@ class StorePages:
 
 @dataclass(slots=True)
 class TellAdmitted:
-    """Tell the engine that asked for a prefill that it has begun with ``cached`` tokens in the frames."""
+    """Report to the engine that asked for a prefill that the prefill has begun with ``cached`` tokens in the frames."""
 
     sequence: int
     cached: int
@@ -139,7 +139,7 @@ class TellAdmitted:
 
 @dataclass(slots=True)
 class TellProgress:
-    """Tell the engine that asked for a prefill that ``tokens`` tokens are computed."""
+    """Report to the engine that asked for a prefill that ``tokens`` tokens are computed."""
 
     sequence: int
     tokens: int
@@ -147,7 +147,7 @@ class TellProgress:
 
 @dataclass(slots=True)
 class Hold:
-    """Tell the engine that asked for a prefill that it is complete, and keep the frames for it to pull."""
+    """Report to the requesting engine that its prefill is complete, and keep the frames until it pulls them."""
 
     sequence: int
 
@@ -201,7 +201,7 @@ class Forget:
 
 @dataclass(slots=True)
 class Finish:
-    """Tell the client that the answer has ended, and why."""
+    """Send the client the end of the answer, with the reason."""
 
     sequence: int
     reason: str
@@ -209,7 +209,7 @@ class Finish:
 
 @dataclass(slots=True)
 class Fail:
-    """Tell the client that the request failed. ``cancelled``: True if the client asked for that."""
+    """Send the client the failure of the request. ``cancelled``: True if the client asked for that."""
 
     sequence: int
     error: KVStoreError

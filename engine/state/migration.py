@@ -98,5 +98,5 @@ class Passes:
 
 
 def _may_leave(sequence: Sequence) -> bool:
-    """True if the sequence is decoding and all its KV is here, so that the pool has it soon."""
+    """Return True if the sequence decodes and all its KV is here, so that the pool has it soon."""
     return sequence.phase is Phase.DECODING and sequence.attempt is None

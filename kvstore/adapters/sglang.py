@@ -110,7 +110,7 @@ class KVStoreHiCache(HiCacheStorage):
         digest = required_digest("SGLang", folder) if folder else folder_digest(model)
         # The length of the model's name makes the text unambiguous, whatever characters the name contains.
         self._model = f"{len(model)}:{model}" + (f"@{digest}" if digest else "")
-        self._pools: dict[str, HostPages | None] = {}  # None: a pool without bytes of its own
+        self._pools: dict[str, HostPages | None] = {}  # None for a pool without bytes of its own
         self._lock = threading.Lock()
         self._metrics = StorageMetrics()
         self._values = Values(connect_for("SGLang", extra.get("node")))

@@ -57,12 +57,12 @@ class BenchWork:
 
     @property
     def chain_bytes(self) -> int:
-        """Bytes of the pages of one chain."""
+        """The size in bytes of all pages of one chain."""
         return self.pages * self.layout.page_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all pages."""
+        """The size in bytes of all pages."""
         return self.chains * self.chain_bytes
 
     def tokens(self, chain: int) -> npt.NDArray[np.uint32]:

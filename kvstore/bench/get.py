@@ -86,7 +86,7 @@ class Reading:
         return self.batches[chain], self.keys(chain)
 
     def check(self, variant: str, value: object) -> None:
-        """Raise BenchFailed if a get found less than the whole chain."""
+        """Raise BenchFailed if a get did not find the whole chain."""
         if variant == "get" and value != self.work.pages:
             raise BenchFailed(f"get found {value} of {self.work.pages} pages")
 

@@ -81,7 +81,7 @@ class Result:
     ratio_min: float | None
     ratio_max: float | None
     bar: str
-    met: bool | None  # None: no bar
+    met: bool | None  # None if the row has no bar
     rounds: dict[str, list[float]]  # limit, ours, ratio: one value per round
     details: dict[str, Any] = field(default_factory=dict)
 

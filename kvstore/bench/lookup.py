@@ -118,7 +118,7 @@ def _index(scene: ExitStack, folder: Path) -> Index:
 
 
 class Prompts:
-    """Prompts of 128k tokens, also split into the bytes of their pages for the limit."""
+    """Prompts of 128k tokens. For the limit, they are also split into the tokens of each page, as bytes."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache

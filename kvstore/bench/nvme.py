@@ -296,7 +296,7 @@ VACATE_S = 60.0
 
 
 def plan(geometry: str, quick: bool, seed: int) -> BenchWork:
-    """Return the pages of a row about NVMe."""
+    """Return the content of a row that measures NVMe."""
     pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
     saved_bytes = SAVED_BYTES_QUICK if quick else SAVED_BYTES[geometry]
     return BenchWork(geometry, seed, chains=saved_bytes // (pages * LAYOUTS[geometry].page_bytes), pages=pages)
@@ -523,7 +523,7 @@ class Saving:
         return not self._tails
 
     def save(self) -> int:
-        """Save all pages, and return their bytes. Raises BenchFailed after ``SAVE_S``."""
+        """Save all pages, and return how many bytes they have. Raises BenchFailed after ``SAVE_S``."""
         deadline = time.monotonic() + SAVE_S
         self.start()
         while not self.done():

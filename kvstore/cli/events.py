@@ -112,11 +112,11 @@ def _lines(event: Mapping[str, Any], all_keys: bool) -> list[str]:
 
 
 def _by_tenant(event: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Return each tenant with its keys. The tenant is ``-`` if the node does not know it."""
+    """Return each tenant with its keys. The tenant is ``-`` if the node has no name for it."""
     tenants, keys = event.get("tenants", []), event["keys"]
     if len(tenants) < 2:
         return [(name_text(tenants[0]) if tenants else DASH, keys)]
-    keys_of: dict[int, list[str]] = {}  # by the index of the tenant; -1: unknown
+    keys_of: dict[int, list[str]] = {}  # by the index of the tenant; -1 for unknown tenants
     for index, key in zip(event["whose"], keys, strict=True):
         keys_of.setdefault(int(index), []).append(key)
     return [(name_text(tenants[index]) if index >= 0 else DASH, keys) for index, keys in keys_of.items()]

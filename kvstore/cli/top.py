@@ -144,7 +144,7 @@ def _single_keys() -> Iterator[threading.Event]:
 
 
 def _quit_pressed(timeout_s: float) -> bool:
-    """Return True as soon as q is pressed or the terminal is gone, and False after the timeout."""
+    """Return True as soon as q is pressed or the terminal is closed, and False after the timeout."""
     deadline_s = time.monotonic() + timeout_s
     while select.select([sys.stdin], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
         keys = os.read(sys.stdin.fileno(), 64)

@@ -34,7 +34,7 @@ Parser = Callable[[object, str], Any]
 
 
 def parse_size(value: object, name: str = "size", *, zero_ok: bool = False) -> int:
-    """Bytes of ``"512MiB"``, ``"1.5 GB"``, ``"1048576"`` or an int.
+    """Return the number of bytes in ``"512MiB"``, ``"1.5 GB"``, ``"1048576"`` or an int.
 
     Units are KiB MiB GiB TiB (powers of 1024) and KB MB GB TB (powers of 1000). Raises `InvalidRequest` naming `name`
     for everything else, which includes negative sizes, parts of a byte and, unless `zero_ok`, zero.
@@ -424,7 +424,7 @@ class ChangedFiles:
         self._stamps: tuple[_Stamp, ...] | None = None
 
     def changed(self) -> bool:
-        """True if a file has changed since the last call, and at the first call. Call it before reading the files: the
+        """Return True at the first call, and if a file has changed since the last call. Call it before reading the files: the
         next call then reports later changes."""
         before, self._stamps = self._stamps, tuple(_stamp(each) for each in self._paths)
         return self._stamps != before

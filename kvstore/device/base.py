@@ -31,7 +31,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class DeviceLost(Unavailable, OSError):
-    """The device or its driver failed, and the contents of its memory are gone. Only requests that need the device
+    """The device or its driver failed, and the contents of its memory are lost. Only requests that need the device
     fail."""
 
 

@@ -179,7 +179,7 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._ranges = RegisteredRanges()
         self._open_device: _OpenDevice | None = None
-        # by address: memory that can be passed to other processes as a descriptor
+        # address -> memory that can be passed to other processes as a descriptor
         self._shared: weakref.WeakValueDictionary[int, CudaMemory] = weakref.WeakValueDictionary()
         self._peers: set[bytes] = set()  # devices whose memory in this process this device may access
 

@@ -182,7 +182,7 @@ def cache_folder() -> Path:
 
 
 def load_file(path: Path) -> bytes | None:
-    """The file that ``store_file`` wrote. None if there is no file that can be trusted; then the kernel is compiled
+    """Return the file that ``store_file`` wrote. Return None if no file can be trusted; then the kernel is compiled
     again."""
     try:
         folder_fd = _private(path.parent)

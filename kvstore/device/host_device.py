@@ -108,7 +108,7 @@ class _Work:
     """An item of a stream: a copy, a wait, or a kernel."""
 
     def __init__(self, run: Callable[[], None], reads: list[Span], writes: list[Span] | None) -> None:
-        self.run, self.reads, self.writes = run, reads, writes  # writes None: anything, anywhere
+        self.run, self.reads, self.writes = run, reads, writes  # ``writes`` None: the item may write anywhere
 
     def touches(self, piece: Span) -> bool:
         """Return True if the item may read or write there."""
@@ -376,7 +376,7 @@ class HostDevice:
         return [piece for piece in pieces if not self._is_ours(piece)]
 
     def pending(self) -> Iterator[_Work]:
-        """All work that is not done yet."""
+        """Return all work that is not done yet."""
         for stream in self._streams.values():
             yield from stream.work
 

@@ -18,7 +18,7 @@ PAGE_BYTES: Final = 4096
 
 
 def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
-    """A new array like ``numpy.empty``, but page-aligned, which is fastest as ``out`` of a store.
+    """Return a new array like ``numpy.empty``, but page-aligned. Such arrays are fastest as ``out`` of a store.
 
     numpy's large arrays usually start 16 bytes after a memory page. Pages of a store start at one, and processors copy
     faster between addresses with the same offset in their memory pages.

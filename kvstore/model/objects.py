@@ -102,8 +102,8 @@ def object_layout(page_bytes: int, width: int) -> Layout:
 
 
 def class_for(name: bytes, value_bytes: int, page_bytes_max: int) -> FrameClass:
-    """The frame class of an object's pages: the one that takes the least memory, and among equals the one with the
-    largest pages."""
+    """Return the frame class of an object's pages. It takes the least memory; among equal classes, it has the largest
+    pages."""
     width = WIDTHS[0] if _ABOUT.size + len(name) <= 4 * WIDTHS[0] else WIDTHS[1]
     return _class_of(width, value_bytes, page_bytes_max)
 

@@ -61,13 +61,13 @@ class Status(IntEnum):
     PRESENT = 1  # the key is already stored; nothing was written, a granted frame stays granted
     JOINED = 2  # another shard of this write group reserved the page; both use the same address
     PARTIAL = 3  # this shard is sealed; other shards or the parent are not
-    NO_PARENT = 4  # the page before is not stored; a granted frame stays granted
+    NO_PARENT = 4  # the preceding page is not stored; a granted frame stays granted
     NO_SPACE = 5  # no frame can be granted now
     STALE = 6  # the address is not (or no longer) this session's, or does not name a sealed page
     DAMAGED = 7  # the checksum or the record is wrong; the page was dropped
     INVALID = 8  # the request is not valid; body utf-8 "field\0reason"
-    FAILED = 9  # the node could not do it; body utf-8 reason
-    OVER_QUOTA = 11  # the tenant's quota is full of pages that may not be evicted
+    FAILED = 9  # the node could not do what was requested; body utf-8 reason
+    OVER_QUOTA = 11  # the tenant's quota is full of pages that must not be evicted
     BUSY = 10  # pages are being copied between tiers; try again in a moment
 
 

@@ -66,11 +66,11 @@ class ServerCertificate:
         return files
 
     def for_grpc(self) -> grpc.ServerCredentials:
-        """Credentials for gRPC servers. Connections after a change of the files get the new certificate. Raises
-        InvalidRequest if a file cannot be read."""
+        """Return credentials for gRPC servers. After a change of the files, new connections get the new certificate.
+        Raises InvalidRequest if a file cannot be read."""
         renewal = _Renewal(self)
 
-        def fetch() -> Any:  # None: no change
+        def fetch() -> Any:  # None if nothing has changed
             return self._configuration() if renewal.is_due() else None
 
         return grpc.dynamic_ssl_server_credentials(
@@ -78,8 +78,8 @@ class ServerCertificate:
         )
 
     def for_sockets(self) -> ssl.SSLContext:
-        """A context for data servers and HTTP. Connections after a change of the files get the new certificate. Raises
-        InvalidRequest if the files are not valid."""
+        """Return a context for data servers and HTTP. After a change of the files, new connections get the new
+        certificate. Raises InvalidRequest if the files are not valid."""
         renewal, first = _Renewal(self), self._context()
         current = first
 
@@ -118,7 +118,7 @@ class ServerCertificate:
         return context
 
     def name_for(self, address: str, host: str) -> str | None:
-        """The name by which other machines should verify a server at ``address``, which was configured as ``host``.
+        """Return the name by which other machines should verify a server at ``address``, which was configured as ``host``.
 
         "" stands for the address itself, if the certificate has it. Otherwise the name is ``host`` if the certificate
         has it, or else the certificate's first name without a wildcard, or else ``host`` if a wildcard matches it.
@@ -133,7 +133,7 @@ class ServerCertificate:
         return host if any(_matches(name, host) for name in names) else None
 
     def names(self) -> list[str]:
-        """The alternative names in the certificate; none if it is not valid. Python shows them only to a client that
+        """Return the alternative names in the certificate; none if it is not valid. Python shows them only to a client that
         verifies the certificate, so this makes a handshake with itself."""
         ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         ours.load_cert_chain(self.cert, self.key, password="")

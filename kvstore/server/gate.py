@@ -439,7 +439,7 @@ async def _abort(context: Any, error: KVStoreError) -> None:
 
 @contextlib.contextmanager
 def _end_if_gone() -> Iterator[None]:
-    """If the caller is gone, end the call as cancelled, so that nothing is logged."""
+    """If the caller has disconnected, end the call as cancelled, so that nothing is logged."""
     try:
         yield
     except grpc.aio.InternalError:

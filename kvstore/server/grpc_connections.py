@@ -41,7 +41,7 @@ class GrpcConnections:
     def __init__(self, addresses: Collection[str], most: int) -> None:
         self._ports = {int(each.rpartition(":")[2]) for each in addresses if not each.startswith("unix:")}
         self._connections = Connections(max(UNKNOWN_PART, int(COUNTED_PART * most)))
-        self._links: dict[str, tuple[Peer, Guest] | None] = {}  # by the descriptor's link; None: another socket
+        self._links: dict[str, tuple[Peer, Guest] | None] = {}  # by the descriptor's link; None for other sockets
         self._guests: dict[Peer, Guest] = {}
         self._callers: dict[Peer, Owner] = {}  # callers on connections that no look has seen yet
 
@@ -79,7 +79,7 @@ class GrpcConnections:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 return  # the next look will see it
-            peer = None  # the connection is gone, or this is a listener
+            peer = None  # the connection is closed, or this is a listener
         self._links[link] = None
         if peer is None:
             return

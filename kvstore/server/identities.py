@@ -92,7 +92,7 @@ class Identities:
         self._state: tuple[int, ...] = ()
         self._looked_s = time.monotonic()
         self._identities: frozenset[Identity] = frozenset()
-        self._by_digest: dict[bytes | None, list[Identity]] = {}  # None: those without a token
+        self._by_digest: dict[bytes | None, list[Identity]] = {}  # None: identities without a token
         if path is not None:
             identities, self._state = _read(path)
             self._keep(identities)
@@ -108,7 +108,7 @@ class Identities:
         return any(identity.certificate is not None for identity in self._identities)
 
     def find(self, token: str | None, certificates: Iterable[str]) -> Identity:
-        """The identity of a caller with this token and a certificate with these names.
+        """Return the identity of a caller with this token and a certificate with these names.
 
         Identities are looked up by the token's digest, so the time that takes reveals nothing about tokens.
 

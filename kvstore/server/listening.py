@@ -38,7 +38,7 @@ def check_certificates(config: DaemonConfig, identities: Identities) -> None:
 
 
 def numeric(host: str, address: str, setting: str) -> list[str]:
-    """The IP addresses of a host name, so that the server checks the addresses that it opens. Raises
+    """Return the IP addresses of a host name, so that the server checks the addresses that it opens. Raises
     InvalidRequest if the host is unknown."""
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

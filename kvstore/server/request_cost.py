@@ -69,7 +69,7 @@ async def weight_of(call: Call, kind: Any, message: bytes) -> int:
 
 
 def weigh(kind: Any, message: bytes, slice_values: int = VALUES_MAX) -> int | None:
-    """The bytes of memory that a request of type ``kind`` (a ``Descriptor``) will take. If the message has another
+    """Return how many bytes of memory a request with the descriptor ``kind`` takes. If the message has another
     type, the estimate covers the part that was readable.
 
     Args:

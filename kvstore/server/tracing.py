@@ -90,7 +90,7 @@ def enabled() -> bool:
 
 
 def span(name: str, traceparent: str | None = None, **attributes: Any) -> AbstractContextManager[TraceSpan]:
-    """A span around the body of a ``with``. An exception marks it as failed, and is passed on.
+    """Make a span around the body of a ``with``. An exception marks the span as failed, and is passed on.
 
     Args:
         traceparent: for a call from another process, the header that names the parent span (W3C Trace Context); "" if

@@ -41,7 +41,7 @@ CHECKSUMS = 2  # flag: SEAL_GRANTED carries checksums, [count, layers] uint32 at
 AHEAD = 4  # flag: GRANT asks for more than is needed now, and may get less
 CONTINUES = 16  # flag: SEAL_GRANTED continues a put whose first pages came in an earlier message
 OBJECT = 32  # flag: SEAL_GRANTED has the head of an object; its body ends with the address that the head replaces
-HINTS = 64  # flag: SEAL_GRANTED and RESERVE end with a byte per page, how long it is worth keeping (``retention``)
+HINTS = 64  # flag: SEAL_GRANTED and RESERVE end with one byte per page: its retention hint (``retention``)
 HINT = 8  # flag: PREFETCH reports pages that were just read from NVMe; the node decides whether they go to DRAM
 
 _CLASS = struct.Struct("<IHH")
@@ -53,13 +53,13 @@ class Op(IntEnum):
     HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 2}. Reply: JSON about the node
     GRANT = 2  # a=frame class, count=frames. Body: key of the new pages' parent, or nothing; then the root whose
     #            tenant is charged for these frames now, or nothing: it is charged when the pages are sealed.
-    #            b: the put that the session has published after ``b - 1`` continues, so keep its last page; 0: none
+    #            b: keep the last page that the session sealed under log number b or later; 0 for no page
     #            Reply: addresses [<= count], RESERVED for this session, unkeyed; or BUSY and none
     SEAL_GRANTED = 3  # a=frame class; body parent key, addresses [n], identity rows [n]. Reply: statuses [n]
     RESERVE = 4  # a=frame class, b=ttl_ms; body group u64, shard u32, shards u32, parent key, identity rows [n]
-    #              Reply: statuses [n] padded to 8, addresses [n] (zero where none); BUSY from some page on
+    #              Reply: statuses [n] padded to 8, addresses [n] (zero where none); BUSY from one page onward
     SEAL = 5  # a=shard; body addresses [n]. Reply: statuses [n]
-    REVOKE = 6  # a=shard + 1, 0: all of the session's; body addresses [n]: reserved or granted frames to give back.
+    REVOKE = 6  # a=shard + 1, or 0 for all shards; body addresses [n]: reserved or granted frames to give back.
     #             Reply: statuses [n]
     LEASE = 7  # a=lease id (chosen by the client), b=ttl_ms; body addresses [n]. Reply: statuses [n]
     RENEW = 8  # a=lease id, b=ttl_ms. Reply: status
@@ -79,8 +79,9 @@ class Op(IntEnum):
     #                sent. Reply: statuses [n]
     UNMOUNT = 19  # a=segment. Reply: status
     SEAL_OBJECTS = 20  # a=frame class; body addresses [n], identity rows [n], replaced addresses [n]: whole objects of
-    #                one root, each with its pieces first and its head last. The replaced address of a head is that of
-    #                the head that it replaces; zero: none, and for pieces. Reply: statuses [n], one value per object
+    #                one root, each with its pieces first and its head last. A head's replaced address is the
+    #                address of the head that it replaces; zero if there is none, and for pieces. Reply: statuses [n],
+    #                one value per object
     DRAIN = 14  # process all that sessions have published (``shm.put_log``). Reply, if requested: when that is done
 
 
@@ -168,7 +169,7 @@ def unpack_rows(body: memoryview, count: int, page_tokens: int, offset: int) -> 
 
 
 def unpack_hints(message: Message) -> bytes:
-    """The hints at the end of the body, a byte per page, if the flag is set; else empty. Raises InvalidRequest if hints
+    """Return the hints at the end of the body, a byte per page; empty without the flag. Raises InvalidRequest if hints
     are missing or invalid."""
     if not message.flags & HINTS:
         return b""

@@ -173,7 +173,7 @@ def pack_head(kind: FrameKind, request: int, body_bytes: int, flags: int = 0) ->
 
 
 def unpack_head(raw: bytes | bytearray | memoryview) -> Head:
-    """The head in these 16 bytes.
+    """Return the head in these 16 bytes.
 
     Raises:
         WireError: it is not a head of this protocol, or its body is too large.
@@ -242,7 +242,7 @@ def pack_hello(message: Hello | Welcome) -> bytes:
 
 
 def unpack_hello(body: bytes | bytearray | memoryview) -> Hello:
-    """The body of HELLO.
+    """Parse the body of HELLO.
 
     Raises:
         WireError: it is not valid.
@@ -400,7 +400,7 @@ def pages_per_request(chain: ChainQuery, extras: bool) -> int:
 
 
 def unpack_read(body: memoryview) -> ReadRequest:
-    """The request in this body. Its keys have no tag.
+    """Return the request in this body. Its keys have no tag.
 
     Raises:
         InvalidRequest: it is not valid. The error names the field.
@@ -453,7 +453,7 @@ class RangeHead:
 
 
 def unpack_range(raw: bytearray, body_bytes: int, request: ReadRequest, next_page: int) -> RangeHead:
-    """The head of a RANGE. ``next_page``: the page that it must begin with.
+    """Return the head of a RANGE. The range must begin with the page ``next_page``.
 
     Raises:
         WireError: it does not answer the request.
@@ -473,7 +473,7 @@ def unpack_range(raw: bytearray, body_bytes: int, request: ReadRequest, next_pag
 
 
 def pack_end(pages: int, reason: str) -> bytes:
-    """The body of END: how many leading pages were sent unchanged, and why not more, in the words of
+    """Return the body of END: how many leading pages were sent unchanged, and why not more, in the words of
     ``Match.reason``."""
     return _END.pack(pages) + reason.encode()
 

@@ -86,7 +86,7 @@ def retention_of(messages: Iterable[pb.Retention]) -> list[Retention]:
 
 
 def document(value: dict[str, Any]) -> bytes:
-    """A JSON document as a packed Struct. Numbers that are keys become text, as in JSON.
+    """Return a JSON document as a packed Struct. Numbers that are keys become text, as in JSON.
 
     If the document is too large for a message, a note that says so replaces it, as over the local socket.
     """
@@ -188,7 +188,9 @@ ERROR_KEY: Final = "kvstore-error"
 FIELD_KEY: Final = "kvstore-field"
 RETRY_KEY: Final = "retry-after-ms"
 _TOO_LARGE: Final = "message larger than max"
-RETRY_AFTER_S: Final = 1.0  # if the error names none; by then leases may have ended, and pages been saved
+RETRY_AFTER_S: Final = (
+    1.0  # used if the error has none; by then, leases might have ended and pages might have been saved
+)
 DETAILS_BYTES_MAX: Final = 1024  # trailing metadata may have 8 KiB in total
 
 

@@ -72,7 +72,7 @@ class KvIntake:
             self._zmq, self._msgpack = _import_packages()
         self._stream = time.monotonic_ns()  # the number of the page stream, ...
         self._batch = 0  # ... and of its next batch
-        self._next: int | None = None  # the number of the next expected message; None: any
+        self._next: int | None = None  # the number of the next expected message; None if any number is accepted
         self._last_published = -1  # the number of the last message from SUB
         self._replayed: dict[int, int] = {}  # by number: digests of replayed messages, which SUB may still receive
         self.restart_due = False

@@ -37,7 +37,7 @@ class BackendPart:
 
     Attributes:
         ids: token ids of the text; None if not reported.
-        reason: why the answer ended; empty if it goes on.
+        reason: why the answer ended; empty if it continues.
         stopped: True if a stop text ended the answer.
         prompt, cached, completion: token counts of the usage; None if not reported.
     """

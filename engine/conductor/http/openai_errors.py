@@ -67,7 +67,7 @@ class Refusal(Exception):
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> Refusal:
-    """Return the refusal for an invalid parameter. ``param`` None: the problem is not with one parameter."""
+    """Return the refusal for an invalid parameter. ``param`` is None if no single parameter is the cause."""
     return Refusal(400, INVALID, message if param is None else f"{param}: {message}", param=param, code=code)
 
 

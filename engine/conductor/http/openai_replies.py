@@ -28,7 +28,7 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass
 class Choice:
-    """One answer, as far as it has come.
+    """One answer, with the parts received so far.
 
     Attributes:
         texts: the parts of its text, if the reply is not streamed.

@@ -157,7 +157,7 @@ class OpenAnswer:
                 yield end
 
     async def _engine_request(self, send: do.Send) -> Request | None:
-        """Return the request for the engine that answers. None: a remote cluster failed to compute the prompt."""
+        """Return the request for the engine that answers; None if a remote cluster failed to compute the prompt."""
         about = send.route.computing.engine.about
         self._attempts += 1
         id_prefix = self.request.id.encode()[:ID_BYTES].decode(errors="ignore")
@@ -286,7 +286,7 @@ class EngineAttempt:
             speeds.
 
         Returns:
-            How many of these tokens were cached, and the seconds that the rest took; (0, 0) if not known.
+            How many of these tokens were cached, and the seconds that the rest took; (0, 0) if unknown.
         """
         tokens = prompt_tokens + self.tokens_before
         if speeds is not None:

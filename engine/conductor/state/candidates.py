@@ -37,7 +37,7 @@ predicted, as a geometric mean, so that one outlier counts little. Speeds that e
 ones. ``Paces`` removes the noise of these measurements.
 
 A hand-off takes longer than its bytes predict: it adds a second queue, and a second step before the first token. The
-extra time is learned by comparing first tokens after a hand-off with those of engines that do both::
+extra time is measured by comparing first tokens after a hand-off with those of engines that do both::
 
     handoff_s += LATE_SMOOTH * (late_s of this hand-off - the usual late_s without one)
 
@@ -103,7 +103,7 @@ class Priors:
 
 
 class Costs:
-    """Predictions, and the values learned for them. Methods that take ``paces`` predict for all engines at once.
+    """Predictions, and the measured values that they use. Methods that take ``paces`` predict for all engines at once.
 
     Attributes:
         s_per_byte: the inverse of ``Priors.bytes_per_s``.
@@ -150,7 +150,7 @@ class Costs:
     # --- learning ---------------------------------------------------------------------------------------------------
 
     def add_prefill(self, engine: FleetEngine, tokens: int, cached: int, measured_s: float) -> None:
-        """Record how long the engine took for the last ``tokens - cached`` tokens of a prompt; 0 s: not known."""
+        """Record how long the engine took for the last ``tokens - cached`` tokens of a prompt; 0 s if unknown."""
         if measured_s > 0:
             speed = engine.tokens_per_s or self.priors.prefill_tokens_per_s
             ratio = measured_s / (engine.scale * self._prefill_s(tokens, float(cached), speed))

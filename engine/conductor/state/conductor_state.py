@@ -282,7 +282,7 @@ class ConductorState:
                 out.append(do.Send(number, request.route, now_s - request.arrived_s))
 
     def _roles_fit(self, route: Route) -> bool:
-        """Return True if the engines of a route still have the roles for their parts, as far as is known."""
+        """Return True if, by the last reports, the engines of a route still have the roles for their parts."""
         computing, answering = route.computing.engine.about.name, route.answering.engine.about.name
         return self.fleet.takes(answering, answers=True) and (route.local or self.fleet.takes(computing, answers=False))
 

@@ -610,7 +610,7 @@ class EngineFleet:
             self.write(engine)
 
     def takes(self, name: str, answers: bool) -> bool:
-        """True if the engine takes such work: to answer, or (``answers`` is False) to compute prompts for others."""
+        """Return True if the engine accepts requests to answer, or (``answers`` is False) prompts for other engines."""
         engine = self.engines.get(name)
         other = Role.PREFILL if answers else Role.DECODE
         return engine is not None and not engine.unsure and not engine.draining and engine.role is not other

@@ -35,7 +35,7 @@ LATE_S: Final = 30.0  # an order counts as ended after this time
 class _Order:
     until_s: float
     size: int
-    target: tuple[str, int]  # the node, and the last page that it is to have
+    target: tuple[str, int]  # the node, and the last page that the order brings there
 
 
 class Orders:

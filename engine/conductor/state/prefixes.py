@@ -39,7 +39,7 @@ NODES_MAX: Final = 1024  # nodes that one lookup returns for a page
 DONORS: Final = 3  # nodes that ``match`` names as sources of a longer prefix
 
 _DRAM: Final = TIERS.index(Tier.DRAM)
-_BETWEEN: Final = np.arange(STRIDE - 1)  # offsets of the pages between two of those
+_BETWEEN: Final = np.arange(STRIDE - 1)  # offsets of the pages between two of these sample pages
 Counts = npt.NDArray[np.int64]
 
 
@@ -96,7 +96,7 @@ class Prefixes:
         self._names = nodes
         self._directory = Directory(bytes_max)
         self._listed_names: list[str] = []  # names of nodes in the last result of the directory, ...
-        self._listed_numbers = np.zeros(0, np.int64)  # ... and their numbers here, in the same order
+        self._listed_numbers = np.zeros(0, np.int64)  # the numbers of those names in this index, in the same order
         self._expected: dict[int, list[_Expected]] = {}  # by the first page; the newest last
         self._expected_by_age: deque[_Expected] = deque()
         self._expected_pages = 0

@@ -135,7 +135,7 @@ class FleetRoles:
         self._orders_from_s = 0.0
 
     def lead(self, revision: int | None, now_s: float) -> None:
-        """Record that this conductor leads since the election ``revision``. None: another conductor leads."""
+        """Record that this conductor leads since the election ``revision``, or that another leads if that is None."""
         self.revision, self._number, self._orders_from_s = revision, 0, now_s + ORDER_S + KNOWN_S
 
     def see_order(self, order: RoleOrder) -> None:

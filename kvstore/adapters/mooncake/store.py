@@ -41,7 +41,7 @@ SCHEMES = ("kv://", "kv+unix://")
 
 @dataclass
 class ReplicateConfig:
-    """A host's wishes for its values. The adapter ignores them: the node's policy decides where values are stored."""
+    """A host's preferences for its values. The adapter ignores them: the node decides where values are stored."""
 
     replica_num: int = 1
     with_soft_pin: bool = False
@@ -53,7 +53,7 @@ class ReplicateConfig:
 
 
 class ReplicaDescriptor:
-    """A replica of a value, of unknown kind: a node moves values between memory and NVMe at any time."""
+    """A replica of a value. Its kind is unknown, because a node moves values between memory and NVMe at any time."""
 
     def is_memory_replica(self) -> bool:
         """Return False, since the kind is unknown."""

@@ -74,7 +74,7 @@ class Tensors(Protocol):
         ...
 
     def stream(self) -> DeviceStream:
-        """Return a new stream. Its work has no order with that of other streams."""
+        """Return a new stream. Its work is not ordered with the work of other streams."""
         ...
 
     def run(self, work: Work, stream: DeviceStream | None = None) -> None:
