@@ -424,8 +424,9 @@ class ChangedFiles:
         self._stamps: tuple[_Stamp, ...] | None = None
 
     def changed(self) -> bool:
-        """Return True at the first call, and if a file has changed since the last call. Call it before reading the files: the
-        next call then reports later changes."""
+        """Return True at the first call, and if a file has changed since the last call.
+
+        Call this before reading the files: the next call then reports later changes."""
         before, self._stamps = self._stamps, tuple(_stamp(each) for each in self._paths)
         return self._stamps != before
 

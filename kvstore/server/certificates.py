@@ -118,7 +118,7 @@ class ServerCertificate:
         return context
 
     def name_for(self, address: str, host: str) -> str | None:
-        """Return the name by which other machines should verify a server at ``address``, which was configured as ``host``.
+        """Return the name by which other machines should verify a server at ``address``, configured as ``host``.
 
         "" stands for the address itself, if the certificate has it. Otherwise the name is ``host`` if the certificate
         has it, or else the certificate's first name without a wildcard, or else ``host`` if a wildcard matches it.
@@ -133,8 +133,9 @@ class ServerCertificate:
         return host if any(_matches(name, host) for name in names) else None
 
     def names(self) -> list[str]:
-        """Return the alternative names in the certificate; none if it is not valid. Python shows them only to a client that
-        verifies the certificate, so this makes a handshake with itself."""
+        """Return the alternative names in the certificate; none if it is not valid.
+
+        Python shows them only to a client that verifies the certificate, so this makes a handshake with itself."""
         ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         ours.load_cert_chain(self.cert, self.key, password="")
         theirs.check_hostname = False

@@ -299,7 +299,7 @@ _CODE: Final = struct.Struct("<H")
 
 
 def pack_error(error: KVStoreError) -> bytes:
-    """An error as the body of its frame: a number, and its message; ``field\\0reason`` of an InvalidRequest."""
+    """Return an error as the body of its frame: a number and a message (``field\\0reason`` for InvalidRequest)."""
     code = next((code for code, kind in _ERRORS if isinstance(error, kind)), 9)
     text = f"{error.field}\0{error.reason}" if isinstance(error, InvalidRequest) else str(error)
     return _CODE.pack(code) + text.encode(errors="replace")[: BODY_MAX[FrameKind.ERROR] - _CODE.size]
