@@ -266,7 +266,7 @@ class GroupedCache:
         return tokens
 
     def _matchable_keys(self, tokens: Any, extras: Sequence[Sequence[bytes]] | None) -> GroupedKeys:
-        """Return the keys of the pages that a prompt can match: those of all tokens but the last one."""
+        """Return the keys of the pages that a prompt can match: the pages of all tokens but the last one."""
         if type(tokens) is GroupedKeys:
             return self._page_keys(tokens, extras)
         array = as_tokens(tokens)
@@ -343,7 +343,7 @@ class GroupedCache:
         return True
 
     def rows(self, tokens: Any) -> tuple[int, ...]:
-        """Return for each group the largest number of rows that a ``get`` of these tokens or keys fills."""
+        """Return, for each group, the largest number of rows that a ``get`` of these tokens or keys fills."""
         count = tokens.tokens if type(tokens) is GroupedKeys else len(as_tokens(tokens)) - 1
         boundary = count // self.boundary_tokens * self.boundary_tokens
         return tuple(len(pages_needed(layout, boundary)) for layout in self.layouts)

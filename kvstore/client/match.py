@@ -29,7 +29,7 @@ class Match:
 
     Attributes:
         tokens: prompt tokens covered, a multiple of the layout's ``page_tokens``.
-        pages: number of pages covered, from the first one on.
+        pages: number of leading pages covered.
         reason: why the match ended: "" if all pages match, otherwise what is wrong with the next one: "absent",
             "generation" (it changed during the read), "identity" (another page has that key), "checksum", "extent" (its
             frames are gone), or "io" (its device failed, or did not answer in time).

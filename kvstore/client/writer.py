@@ -46,7 +46,8 @@ class Writer(ABC):
     ``stage`` of ``stages`` (its layers). A page is sealed when every shard has sealed its part. A rank whose heads
     another rank writes (MLA, or more ranks than heads) makes the same calls, but its data is not used. Readers can
     follow once all shards have entered; until then it is unknown which shard writes which layers. Each shard of a group
-    has one writer at a time: a second one, such as a retry, gets no frames (``OutOfSpace``) until the first has left.
+    has one writer at a time: a second one, such as a retry, gets no frames (``OutOfSpace``) until the first has
+    finished.
 
     Attributes (once entered):
         pages_new: indices of the pages to write, ascending. The other pages are stored already, or there was no space.
@@ -100,7 +101,7 @@ class Writer(ABC):
         return self
 
     def write_layer(self, layer: int, data: Any) -> None:
-        """Write one layer of all pages. Readers can read it from then on.
+        """Write one layer of all pages. From then on, readers can read it.
 
         Args:
             data: ``[pages, bytes]`` for all pages of the keys, including pages that are stored already. A row has
@@ -252,7 +253,7 @@ class Writer(ABC):
 
     @abstractmethod
     def _storing(self) -> AbstractContextManager[None]:
-        """Return a context to enter while data is stored. Raises if nothing may be stored."""
+        """Return a context to enter while data is stored. Raises if storing is not allowed."""
 
     @abstractmethod
     def _store_layer(self, start: int, rows: Any) -> None:
@@ -313,7 +314,7 @@ class Writer(ABC):
             raise InvalidRequest("page", f"must be in 0..{len(self._keys) - 1} (got {page!r})")
 
     def _track_layers(self) -> None:
-        """Keep ``_written`` up to date from now on."""
+        """From now on, keep ``_written`` up to date."""
         if self._even is not None:
             self._written = self._unwritten()
             self._written[:, : self._even] = True

@@ -120,7 +120,7 @@ class AnnouncePlan:
 
     @property
     def wants_pages(self) -> bool:
-        """Whether ``add_all`` is needed: the members changed, or an owner needs a new stream."""
+        """True if ``add_all`` is needed, because the members changed or an owner needs a new stream."""
         return self._members != self._placement.nodes or any(each.stream is None for each in self._owners.values())
 
     @property
@@ -196,7 +196,7 @@ class AnnouncePlan:
         return AnnounceBatch(self._node, stream, owner.next, fingerprints, marks, completes, placement)
 
     def take_answer(self, name: str, sent: AnnounceBatch, next_number: int) -> None:
-        """Take the owner's answer to the batch ``sent``: the number of the batch that it expects next."""
+        """Handle the owner's answer to the batch ``sent``: the number of the batch that the owner expects next."""
         owner = self._owners.get(name)
         if owner is None or owner.sent is not sent:
             return

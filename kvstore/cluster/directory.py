@@ -37,7 +37,7 @@ import xxhash
 from kvstore.model.prefix import Fingerprints
 
 AGAIN: Final = -1
-GONE: Final = 0x80  # bit of a mark: the page has left that tier
+GONE: Final = 0x80  # bit of a mark: the page was removed from that tier
 CHANGES_MIN: Final = 4096  # kept in addition to the table
 CHANGES_SHARE: Final = 32  # or this part of the table
 MERGED_MAX: Final = 1 << 16  # up to this many entries changes are merged before each read
@@ -51,7 +51,7 @@ _LOW_BITS: Final = np.uint64(16)
 _TIER_BITS: Final = np.uint64(2)
 _TIER: Final = np.uint64(3)
 Marks = npt.NDArray[np.uint8]
-"""Per page the number of its tier in ``TIERS``; with ``GONE`` if the page has left it."""
+"""For each page, the number of its tier in ``TIERS``, with the bit ``GONE`` if the page was removed from the tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class AnnounceBatch:
     Attributes:
         node: its name.
         stream: drawn by the node.
-        number: of the batch in its stream, from 0 on.
+        number: number of the batch in its stream, starting at 0.
         fingerprints, marks: stored and removed pages, in order.
         whole: whether this batch completes the node's entries for this owner.
         placement: the number of the ``Placement`` for which the owner has all entries after this batch; 0 if for none,
@@ -151,7 +151,7 @@ class Directory:
         return sorted(self._streams)
 
     def apply(self, batch: AnnounceBatch) -> int:
-        """Take in a batch. Returns the number of the next batch; ``AGAIN`` to ask for a new stream."""
+        """Apply a batch. Return the number of the next batch, or ``AGAIN`` to ask for a new stream."""
         streams = self._streams.get(batch.node, [])
         stream = next((each for each in streams if each.number == batch.stream), None)
         if stream is None:
@@ -172,7 +172,7 @@ class Directory:
         return stream.next
 
     def placement(self, node: str) -> int:
-        """Return the number of the placement for which the node's newest stream is complete; 0 if for none."""
+        """Return the number of the placement for which the node's newest stream is complete; 0 if there is none."""
         streams = self._streams.get(node)
         return streams[-1].placement if streams else 0
 
@@ -289,7 +289,8 @@ def _first(rows: npt.NDArray[np.uint64], most: int) -> npt.NDArray[np.uint64]:
 
 
 def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int) -> npt.NDArray[np.uint64]:
-    """Return entries of these pages, at most ``most`` of each, with a page's position instead of its fingerprint."""
+    """Return entries of these pages, at most ``most`` per page, with the page's position in place of its
+    fingerprint."""
     if not len(entries):
         return _NONE
     # Sorted pages are found five times as fast, since neighbouring parts of a large table are in a CPU cache.
@@ -363,7 +364,7 @@ class Placement:
         return [cache[span] for span in spans]
 
     def shares(self, spans: Fingerprints) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """Yield each owner of some of these spans, with the positions of its spans, ascending."""
+        """Yield each owner of at least one of these spans, with the ascending positions of its spans."""
         owners = self.owners(spans)
         flat = owners.ravel()
         order = flat.argsort(kind="stable")

@@ -74,7 +74,7 @@ def _unpack_namespace(body: Body) -> tuple[Namespace, int]:
 
 
 def pack_find(namespace: Namespace, pages: Fingerprints, placement: int) -> bytes:
-    """The body of FIND. ``placement`` is the number of the placement by which the caller chose this owner."""
+    """Return the body of FIND. ``placement`` is the number of the placement by which the caller chose this owner."""
     assert len(pages) <= FIND_PAGES_MAX
     return _pack_namespace(namespace) + _PLACEMENT.pack(placement) + pages.astype("<u8", copy=False).tobytes()
 
@@ -95,7 +95,7 @@ def unpack_find(body: Body) -> tuple[Namespace, Fingerprints, int]:
 
 
 def pack_hold(namespace: Namespace, keys: list[bytes], closed: bool) -> bytes:
-    """The body of HOLD. ``closed``: a node that has a page also has all pages before it, so it may skip some."""
+    """Return the body of HOLD. ``closed``: a node that has a page has all pages before it, so it may skip some."""
     assert len(keys) <= HOLD_PAGES_MAX
     return b"".join((_pack_namespace(namespace), _CLOSED.pack(closed), *keys))
 
@@ -129,7 +129,7 @@ def pack_found(locations: Locations) -> bytes:
 
 
 def unpack_found(body: Body, count: int) -> Locations:
-    """The locations in a FOUND about ``count`` pages. Raises WireError if the body is invalid."""
+    """Return the locations in a FOUND about ``count`` pages. Raises WireError if the body is invalid."""
     try:
         name_count, doubt_count, rows = _FOUND.unpack_from(body)
         at, names, doubts = _FOUND.size, list[str](), list[Doubt]()
@@ -161,7 +161,7 @@ def pack_announce(batch: AnnounceBatch, daemon: int) -> bytes:
 
 
 def unpack_announce(body: Body) -> tuple[AnnounceBatch, int]:
-    """The batch in an ANNOUNCE, and the number of the daemon. Raises WireError if the body is invalid."""
+    """Return the batch in an ANNOUNCE, and the number of the daemon. Raises WireError if the body is invalid."""
     try:
         daemon, stream, number, placement, pages, whole, size = _ANNOUNCE.unpack_from(body)
         at = _ANNOUNCE.size + size
@@ -211,7 +211,7 @@ def pack_listed(entries: Fingerprints) -> bytes:
 
 
 def unpack_listed(body: Body) -> Fingerprints:
-    """The entries in a LISTED. Raises WireError if the body is invalid or the entries do not ascend."""
+    """Return the entries in a LISTED. Raises WireError if the body is invalid or the entries do not ascend."""
     if len(body) % 8 or len(body) > 8 * LISTED_MAX:
         raise WireError(f"listed: must be at most {LISTED_MAX} entries (got {len(body)} bytes)")
     entries = np.frombuffer(body, "<u8").astype(np.uint64, copy=False)

@@ -45,7 +45,7 @@ class DirectoryOwner:
         self._cache: dict[int, tuple[float, tuple[Doubt, ...]]] = {}
 
     def look(self, names: Iterable[str], now_s: float) -> None:
-        """Set the members. Forgets nodes that have left, and silent nodes that never were members."""
+        """Set the members. Forget nodes that are no longer members, and silent nodes that never were members."""
         members = tuple(sorted(names))
         present, before = set(members), set(self._members)
         for name in self.directory.nodes:
@@ -67,14 +67,15 @@ class DirectoryOwner:
         """Apply a batch; see ``Directory.apply``."""
         before = self.directory.placement(batch.node)
         next_number = self.directory.apply(batch)
-        if next_number != AGAIN:  # a refused node may not be a member, and ``look`` would never forget it
+        if next_number != AGAIN:  # a refused node might not be a member, and ``look`` would never forget it
             self.heard_s[batch.node] = now_s
             if self.directory.placement(batch.node) != before:
                 self._cache.clear()
         return next_number
 
     def doubts(self, placement: int, now_s: float) -> tuple[Doubt, ...]:
-        """Nodes whose entries may be incomplete here, for a caller that uses the placement with this number."""
+        """Return the nodes whose entries might be incomplete here, for a caller that uses the placement with this
+        number."""
         until_s, doubts = self._cache.get(placement, (0.0, ()))
         if now_s >= until_s:
             doubts = self._find_doubts(placement, now_s)

@@ -68,8 +68,8 @@ class Finder:
         without: Collection[str] = (),
         closed: bool = True,
     ) -> list[Stretch]:
-        """Where the pages of a chain are on other nodes, starting at page ``first``, up to the first page that no node
-        has.
+        """Return where the pages of a chain are on other nodes, starting at page ``first``, up to the first page that
+        no node has.
 
         Args:
             namespace: of the pages. Nodes check whether this caller may read them.

@@ -100,8 +100,8 @@ class Search:
         self._last, self._holder = first - 1, ""  # the last page that any node has, and that node
 
     def ask(self, silent: Collection[str]) -> list[Question]:
-        """The next questions, one per node. Empty if nothing more can be learned. ``silent``: nodes that are not
-        responding."""
+        """Return the next questions, one per node. The list is empty if no further question would help. ``silent``:
+        nodes that are not responding."""
         return self._of_owners(silent) or self._in_doubt(silent)
 
     def _of_owners(self, silent: Collection[str]) -> list[Question]:
@@ -140,7 +140,7 @@ class Search:
             self._last, self._holder = -best[0], holder
 
     def result(self) -> list[Stretch]:
-        """The result so far: where the pages are, from the first one on, as consecutive stretches."""
+        """The result so far: the places of the leading pages, as consecutive stretches."""
         if not self._closed:
             return stretches(_merge(self._answers, self._first), len(self._keys) - self._first, self._nodes)
         tiers = dict[int, int]()
@@ -177,7 +177,7 @@ class Search:
         return owned_spans(old, self._names).get(old.nodes.index(owner), 0)
 
     def _in_doubt(self, silent: Collection[str]) -> list[Question]:
-        """Questions about nodes whose entries may be incomplete at all owners that have answered."""
+        """Return the questions about nodes whose entries might be incomplete at all owners that have answered."""
         rest = self._missing()
         if not rest:
             return []
@@ -252,7 +252,8 @@ class _Coverage:
         self._doubts: dict[str, int] = {}  # the spans in doubt for each node; "": for any node
 
     def add(self, spans: int, doubts: Mapping[str, int]) -> None:
-        """An owner has answered for ``spans``. ``doubts`` has the spans that may be incomplete for each node."""
+        """Record that an owner has answered for ``spans``. ``doubts`` has, for each node, the spans that might be
+        incomplete."""
         first, second = spans & ~self.spans, spans & self.spans
         self.spans |= spans
         if not doubts and not self._doubts:
@@ -271,7 +272,7 @@ class _Coverage:
 
 
 def owned_spans(placement: Placement, names: Fingerprints) -> dict[int, int]:
-    """The spans that each node owns, a bit for each span, by the node's place in ``placement``."""
+    """Return the spans that each node owns, with one bit per span, by the node's place in ``placement``."""
     owned: dict[int, int] = {}
     bit = 1
     for owners in placement.owners_of(names.tolist()):
@@ -327,7 +328,8 @@ def _bits(word: int) -> list[int]:
 
 
 def stretches(locations: Locations, count: int, nodes: Collection[str]) -> list[Stretch]:
-    """The fewest stretches that cover the first ``count`` pages, up to the first page that none of ``nodes`` has."""
+    """Return the fewest stretches that cover the first ``count`` pages, up to the first page that none of ``nodes``
+    has."""
     best: dict[str, npt.NDArray[np.uint8]] = {}  # each node's fastest tier of each page; len(TIERS): none
     for place in np.unique(locations.nodes).tolist():
         if locations.names[place] in nodes:
@@ -348,7 +350,7 @@ def stretches(locations: Locations, count: int, nodes: Collection[str]) -> list[
 
 
 def _ends(has: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """For each page, the first missing page from there on."""
+    """Return, for each page, the first missing page at or after it."""
     gaps = np.append(np.flatnonzero(~has), len(has))
     return gaps[np.searchsorted(gaps, np.arange(len(has)))]
 

@@ -99,7 +99,7 @@ class Presence:
         self._keep_task = asyncio.create_task(task_loop("membership/presence", self._keep), name="catalog presence")
 
     async def update(self, key: str, value: bytes) -> None:
-        """Publish another value under a key. If the catalog is away, it is published when the catalog is back."""
+        """Publish another value under a key. If the catalog is not reachable now, the value is published once it is."""
         self._entries[key] = value
         if self._session is not None and self._session.alive:
             try:
@@ -108,7 +108,7 @@ class Presence:
                 self._health.note_failure(error)  # ``_keep`` tries again
 
     def keep(self, key: str, value: bytes) -> None:
-        """Publish this value as ``permanent`` from now on, because another process published it first."""
+        """From now on, publish this value as ``permanent``, because another process published it first."""
         self._permanent[key] = value
 
     def look(self, entries: Mapping[str, Entry], revision: int, whole: bool) -> None:
@@ -130,7 +130,8 @@ class Presence:
             await session.close()
 
     async def _keep(self) -> None:
-        """One turn of the background task: publish again if the session is lost or an entry could not be written."""
+        """Take one turn of the background task: publish again if the session is lost or an entry could not be
+        written."""
         try:
             if self._session is None or not await self._stays(self._session):
                 await self._publish_all()
@@ -299,13 +300,13 @@ class Membership:
         logs.event(log, logging.INFO, "joined", catalog=self._catalog.url, pool=config.pool, members=len(self._members))
 
     def update(self, mine: schema.AnyEntry) -> None:
-        """Publish a new value of ``mine`` under the same name, or once the catalog is back. Does not wait."""
+        """Publish a new value of ``mine`` under the same name, as soon as the catalog is reachable. Does not wait."""
         if self._presence is not None:
             work = self._presence.update(schema.key_of(self._config.pool, mine), schema.encode(mine))
             asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def lead(self, name: str) -> None:
-        """Take part in the election of the pool's leader from now on. ``leading`` says whether this process won."""
+        """From now on, take part in the election of the pool's leader. ``leading`` says whether this process won."""
         catalog = self._catalog
         assert catalog is not None, "it is started"
         self._health = {**self._health, **{task: self._new_health(task) for task in ELECTION_TASKS}}
@@ -346,7 +347,8 @@ class Membership:
         return self._health["watch"].succeeded_s
 
     def status(self) -> dict[str, Any]:
-        """For each task, how long ago it last succeeded and why it fails, and ``fault``. {} before ``start``."""
+        """Return, for each task, how long ago it last succeeded and why it fails, and ``fault``. Empty before
+        ``start``."""
         tasks = {each.name: each.status() for each in self._health.values()}
         return {**tasks, "fault": self.fault()} if self._presence is not None else {}
 
@@ -355,7 +357,7 @@ class Membership:
         return [(each.name, boot_s() - each.succeeded_s, each.failures) for each in self._health.values()]
 
     def fault(self) -> str:
-        """The tasks that have failed for longer than ``catalog_ttl_s``, and why; "" if there are none."""
+        """Return the tasks that have failed for longer than ``catalog_ttl_s``, and why; "" if there are none."""
         faults = (each.fault(self._config.catalog_ttl_s) for each in self._health.values())
         return "; ".join(f"membership: {each}" for each in faults if each)
 
@@ -427,7 +429,7 @@ class Membership:
                 await session.close()
 
     def _lost_lead(self, key: str, revision: int) -> bool:
-        """Whether the entry that we wrote at ``revision`` was deleted while our session is alive."""
+        """Return whether the entry that we wrote at ``revision`` was deleted while our session is alive."""
         entry = self._members.get(key)
         return self._revision > revision and (entry is None or entry.revision != revision)
 

@@ -74,13 +74,13 @@ class PoolView:
     peers: dict[str, PoolNode]
 
     def lists(self, incarnation: int) -> bool:
-        """Whether the view has this node with this incarnation, and not another node that took over the name."""
+        """Return whether the view has this node with this incarnation, and not another node that took over the name."""
         mine = self.peers.get(self.node)
         return mine is not None and mine.incarnation in ("", f"{incarnation:016x}")
 
 
 def write(folder: NodeFolder, view: PoolView) -> None:
-    """Replace the file. A reader sees the old view or the new one. Raises OSError if the folder is gone."""
+    """Replace the file. A reader sees either the old or the new view. Raises OSError if the folder is gone."""
     document = {**asdict(view), "peers": [asdict(peer) for peer in view.peers.values()]}
     temporary = folder.temporary(NAME)
     temporary.unlink(missing_ok=True)
@@ -91,7 +91,7 @@ def write(folder: NodeFolder, view: PoolView) -> None:
 
 
 def forget(folder: NodeFolder) -> None:
-    """Remove the file: the node has left its cluster."""
+    """Remove the file, because the node has left its cluster."""
     (folder.path / NAME).unlink(missing_ok=True)
 
 

@@ -167,7 +167,7 @@ class Transport(Protocol):
 
         Args:
             silence_s: how long nothing may arrive, at the beginning and later.
-            holder: holds the places. None: nothing may be written to the places after this returns.
+            holder: holds the places. With None, nothing may be written to the places after this call returns.
 
         Raises:
             LateBytes: only with ``holder``, after ``holder.leave`` was called.

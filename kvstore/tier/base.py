@@ -1,7 +1,7 @@
 """The interface of a node's tiers: frames in extents, extents in positions.
 
 All tiers keep pages in the same structure. A page has the same kind of address in each (extent, frame, generation), and
-the same code decides about it. The difference is below this interface: DRAM is mapped, and its records prove a page.
+the same code decides about it. The difference is behind this interface: DRAM is mapped, and its records prove a page.
 NVMe is read and written in frames, each with a header that proves the page.
 """
 
@@ -121,7 +121,8 @@ class TierStore(Protocol):
         ...
 
     def sync(self) -> None:
-        """Make earlier writes survive what the tier survives: in DRAM the death of its owner, on NVMe a loss of power.
+        """Make earlier writes as durable as the tier is: in DRAM they survive the death of the owner, on NVMe a loss of
+        power.
 
         Raises:
             OSError: everything written since the last sync must be given up.

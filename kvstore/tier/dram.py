@@ -52,7 +52,7 @@ _MADV_REMOVE: Final = 9  # punches a hole into a tmpfs file
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python 3.11 has no name for it
 # madvise keeps the interpreter's lock: steps of about a millisecond let other threads run in between.
 _POPULATE_STEP_BYTES: Final = 16 << 20
-# A cgroup whose limit is above this has none (v1 says 2**63 rounded down to a page).
+# A cgroup with a higher limit than this has no limit (v1 says 2**63 rounded down to a page).
 _NO_LIMIT: Final = 1 << 60
 
 
@@ -73,7 +73,7 @@ class _Segment:
         return self._data
 
     def close(self) -> None:
-        """Unmap. Where a view of it is still held, the map lives until that view is gone. The file stays."""
+        """Unmap. If a view is still in use, the map stays until that view is gone. The file stays."""
         self._data = None
         with contextlib.suppress(BufferError):
             self._map.close()
@@ -85,7 +85,7 @@ class _Segment:
         return data[start : start + used].reshape(frames, frame_bytes)
 
     def _populate_tables(self, position: int) -> None:
-        """Make this process's page tables for an allocated position, best effort (kernels before 5.14 refuse)."""
+        """Fill this process's page tables for an allocated position, if the kernel can (5.14 or later)."""
         start = SEGMENT_HEAD_BYTES + position * self.extent_bytes
         stop = start + self.extent_bytes
         try:
@@ -97,7 +97,7 @@ class _Segment:
 
 
 class SegmentFile(_Segment):
-    """The owner's segment. Made by ``create`` or ``open``; ends with ``close()``, the file being kept."""
+    """The owner's segment. Made by ``create`` or ``open``; ends with ``close()``, which keeps the file."""
 
     def __init__(self, path: Path, fd: int, extent_bytes: int, positions: int) -> None:
         super().__init__(path, _map(fd), extent_bytes, positions)
@@ -118,10 +118,10 @@ class SegmentFile(_Segment):
 
     @classmethod
     def open(cls, folder: NodeFolder, incarnation: int) -> SegmentFile | None:
-        """Map the segment that is there; None where it is absent, damaged or from another incarnation.
+        """Map the existing segment. Return None if it is absent, damaged or from another incarnation.
 
         Raises:
-            VersionMismatch: it is from another version of the file format.
+            VersionMismatch: the segment is from another version of the file format.
         """
         opened = _open(folder, incarnation)
         return cls(folder.segment, *opened) if opened else None
@@ -142,7 +142,8 @@ class SegmentFile(_Segment):
 
     @staticmethod
     def lengthen(folder: NodeFolder, positions: int = 0) -> None:
-        """Make room for ``positions`` in the file, and for those that its head names. Maps of it keep their length.
+        """Make room in the file for ``positions``, and for the positions that its head names. Existing maps keep their
+        length.
 
         Raises:
             OSError: it cannot be made longer.
@@ -158,7 +159,7 @@ class SegmentFile(_Segment):
 
     @staticmethod
     def rename(folder: NodeFolder, old: int, new: int) -> None:
-        """A segment of incarnation ``old`` is one of ``new`` from here on; any other stays as it is."""
+        """Change a segment's incarnation from ``old`` to ``new``. Any other segment stays as it is."""
         try:
             fd = open_plain(folder.segment, os.O_RDWR)
         except OSError:
@@ -187,11 +188,11 @@ class SegmentFile(_Segment):
         self._map.madvise(_MADV_REMOVE, start, self.extent_bytes)
 
     def frame_view(self, position: int, frame_bytes: int, frames: int) -> Bytes:
-        """Frames of the extent in ``position``: ``[frames, frame_bytes]``, writable, no copy."""
+        """Return the frames of the extent in ``position``: ``[frames, frame_bytes]``, writable, not a copy."""
         return self._view(self.data, position, frame_bytes, frames)
 
     def close(self) -> None:
-        """Unmap and close. Where a view is still held, the map lives until that view is gone. The file stays."""
+        """Unmap and close. If a view is still in use, the map stays until that view is gone. The file stays."""
         super().close()
         if self._fd >= 0:
             os.close(self._fd)
@@ -214,7 +215,7 @@ class SegmentMap(_Segment):
 
     @classmethod
     def open(cls, folder: NodeFolder, incarnation: int) -> SegmentMap | None:
-        """Map the segment; None where it is absent, damaged or from another incarnation. Raises as
+        """Map the segment. Return None if it is absent, damaged or from another incarnation. Raises as
         ``SegmentFile.open``.
 
         A process that truncates the file while it is mapped ends processes that touch the missing part, by SIGBUS.
@@ -232,7 +233,7 @@ class SegmentMap(_Segment):
             os.close(fd)
 
     def frames(self, position: int, frame_bytes: int, frames: int) -> Bytes:
-        """Frames of the extent in ``position``: ``[frames, frame_bytes]``, writable, no copy.
+        """Return the frames of the extent in ``position``: ``[frames, frame_bytes]``, writable, not a copy.
 
         A client writes only into frames granted to it.
         """
@@ -333,7 +334,8 @@ def _memory_free() -> list[tuple[str, int]]:
 
 
 def _cgroup_files() -> list[tuple[Path, Path, Path]]:
-    """Files of limit, usage and statistics of this process's memory cgroup and of those above it, v2 and v1."""
+    """Return the files with limit, usage and statistics of this process's memory cgroup and its ancestors, v2 and
+    v1."""
     files = []
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -352,7 +354,7 @@ def _cgroup_files() -> list[tuple[Path, Path, Path]]:
 
 
 def _reclaimable(stat: Path) -> int:
-    """Bytes of file cache that a cgroup would give up on its own: files, but not shared memory."""
+    """Return how many bytes of file cache a cgroup would give up on its own: files, but not shared memory."""
     values: dict[str, int] = {}
     for line in _read(stat).splitlines():
         name, _, value = line.partition(" ")

@@ -87,7 +87,7 @@ class HbmStore:
         device: the device that has the memory.
         arena: where its frames are. The caller allocates the memory, and frees it after the store is closed.
         incarnation: a random number of the arena, because device memory ends with its process.
-        extents: those that are already carved: position and class.
+        extents: the extents that are already carved: position -> class.
         deadline_s: the time for the copy of one page.
     """
 

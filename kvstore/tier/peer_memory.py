@@ -82,7 +82,7 @@ class SharedFrames:
 
     @classmethod
     def open(cls, folder: NodeFolder, table: MountedTable) -> SharedFrames | None:
-        """None if the file is shorter than the records say, because a read beyond its end would be a SIGBUS."""
+        """Return None if the file is shorter than the records say, because a read beyond its end would be a SIGBUS."""
         try:
             fd = open_plain(data_path(folder, table.number), os.O_RDONLY)
         except OSError:
@@ -379,7 +379,8 @@ class PeerAllocation:
         self.address = address
 
     def address_for(self, device: Device) -> int | None:
-        """The address of the memory for that device; None if the device cannot reach it. Each device is tried once."""
+        """Return the address of the memory for that device; None if the device cannot reach it. Each device is tried
+        once."""
         with self._lock:
             if device not in self._addresses:
                 try:

@@ -274,8 +274,8 @@ class LocalCache(PrefixCache):
         return pages, below, reason or ("" if pages == len(keys) else ABSENT)
 
     def _read_lower_tiers(self, mapped: MappedNode, keys: Keys, rows: Rows, below: dict[Tier, int]) -> tuple[int, str]:
-        """Read the leading pages of ``keys`` into ``rows``. Each tier continues where the tier above it ends. Add the
-        number of pages from each tier to ``below``. Return how many pages were read, and why not more."""
+        """Read the leading pages of ``keys`` into ``rows``. Each tier continues where the next faster tier ends. Add
+        the number of pages from each tier to ``below``. Return how many pages were read, and why not more."""
         pages, reason = 0, ABSENT
         for tier, reader in mapped.below.items():
             count, tier_reason = self._read_tier(mapped, reader, keys, rows)
@@ -288,7 +288,8 @@ class LocalCache(PrefixCache):
         return pages, reason
 
     def _read_tier(self, mapped: MappedNode, reader: LowerReader, keys: Keys, rows: Rows) -> tuple[int, str]:
-        """Read the leading pages of ``keys`` from one tier into ``rows``. Return how many, and why not more."""
+        """Read the leading pages of ``keys`` from one tier into ``rows``. Return how many were read, and why no
+        more."""
         located = locate(mapped, reader, keys[: len(rows)], self._closed)
         if not located:
             return 0, ABSENT
@@ -329,7 +330,7 @@ class LocalCache(PrefixCache):
         checksum: bool = False,
         retention: Retention | Sequence[Retention] = (),
     ) -> LocalPut:
-        """Start storing pages, and return a future of how many are new."""
+        """Start storing pages. Return a future with the number of new pages."""
         start_ns = time.monotonic_ns()
         put = self._start_put(self._keys_to_store(tokens, extras, retention), pages, checksum, True)
         put.counters.took(PUT_ASYNC, start_ns)

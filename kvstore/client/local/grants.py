@@ -265,7 +265,7 @@ class GrantPool:
         return frames
 
     def forfeit(self, addresses: list[Address]) -> None:
-        """Give up frames, into which nothing may be written any more. They return to the node now, or once it is
+        """Give up frames. The caller must no longer write into them. They return to the node now, or once it is
         available again."""
         if addresses:
             with self._lock:

@@ -131,7 +131,7 @@ class HbmReader:
         return place[0].table.root(place[1])
 
     def class_at(self, raw: bytes) -> FrameClass | None:
-        """Return the class of the frame at a raw address; None if there is no such frame now."""
+        """Return the class of the frame at a raw address; None if the frame no longer exists."""
         place = self._place(raw)
         return place[0].table.frame_class if place is not None else None
 
@@ -171,7 +171,7 @@ class HbmReader:
         return segment
 
     def _place(self, raw: bytes) -> tuple[_PeerSegment, int] | None:
-        """Return the segment and frame of a raw address; None if there is no such frame now."""
+        """Return the segment and frame of a raw address; None if the frame no longer exists."""
         number, frame, _ = ADDRESS.unpack(raw[:ADDRESS_BYTES])
         segment = self.segment(number)
         return (segment, frame) if segment is not None and frame < segment.table.frames else None
@@ -233,7 +233,7 @@ class _LocatedPages:
         return runs
 
     def prove(self, run: _Run) -> tuple[int, str]:
-        """Return how many leading pages of a run are the requested ones, and why not more."""
+        """Return how many leading pages of a run are the requested pages, and why no more."""
         table, keys = run.segment.table, self.keys
         width = len(keys.identity_bytes) // len(keys)
         for i, generation in enumerate(run.generations):
@@ -249,7 +249,7 @@ class HbmRead:
     """A ``PendingRead`` of mounted pages. ``result`` makes the whole read."""
 
     damaged = b""
-    addresses = b""  # none, because the node promotes only pages of its own tiers
+    addresses = b""  # empty, because the node promotes only pages of its own tiers
 
     def __init__(self, located: _LocatedPages, rows: Bytes, layer: int | None = None) -> None:
         self._located = located
@@ -257,7 +257,7 @@ class HbmRead:
         self._layer = layer
 
     def result(self, silence_s: float) -> tuple[int, str]:
-        """Read the pages. Return how many leading pages are in the rows and proven, and why not more ("" for all)."""
+        """Read the pages. Return how many leading pages are in the rows and proven, and why no more ("" if all)."""
         pages = 0
         for run in self._located.runs():
             if run is None:
@@ -290,7 +290,7 @@ class DirectRead:
         self._layer = layer
 
     def result(self) -> tuple[int, str]:
-        """Read the pages. Return how many leading pages are in the rows and proven, and why not more ("" for all). The
+        """Read the pages. Return how many leading pages are in the rows and proven, and why no more ("" if all). The
         reason EXTENT means that the device cannot access the memory of the next page, or cannot copy from it.
 
         Raises:

@@ -70,7 +70,7 @@ def wait_for_saves(mapped: MappedNode, hashes: list[bytes], addresses: npt.NDArr
     while True:
         is_late = time.monotonic() >= deadline
         if not any(_is_reserved(mapped, *address) for address in addresses.tolist()):
-            # No save is in progress any more. The node updates the index after the records.
+            # The save is no longer in progress. The node updates the index after the records.
             deadline = min(deadline, time.monotonic() + _INDEX_S)
         try:
             entries = zip(*(mapped.index.find_many(reader.tier, hashes) for reader in mapped.tiers), strict=True)

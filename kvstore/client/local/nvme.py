@@ -368,13 +368,13 @@ class NvmeReader:
         return self._devices() is not None
 
     def root_at(self, raw: bytes) -> bytes | None:
-        """Return the root in the current record at a raw address; None if there is no such record."""
+        """Return the root in the record that is now at a raw address; None if there is no record."""
         number, frame, _ = ADDRESS.unpack_from(raw)
         extent = self._extent(number)
         return extent.roots[frame].tobytes() if extent is not None and frame < len(extent.roots) else None
 
     def class_at(self, raw: bytes) -> FrameClass | None:
-        """Return the class of the frame at a raw address; None if there is no such extent now."""
+        """Return the class of the frame at a raw address; None if the extent no longer exists."""
         extent = self._extent(ADDRESS.unpack_from(raw)[0])
         return extent.frame_class if extent is not None else None
 

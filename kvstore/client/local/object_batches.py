@@ -479,7 +479,7 @@ class ObjectsPut:
         self._stored: list[bool | None] = [None] * len(names)
 
     def result(self) -> list[bool | None]:
-        """Put the objects. Return for each whether this put has stored it; None if the caller must put it.
+        """Put the objects. Return, for each, whether this put has stored it, or None if the caller must put it.
 
         Raises:
             InvalidRequest: the node refuses these requests. Some objects may be stored.

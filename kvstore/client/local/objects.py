@@ -67,7 +67,7 @@ class LocalObjects(ObjectVerbs):
     def put_many(
         self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False, *, wait: bool = True
     ) -> list[bool]:
-        """Store objects, and return for each whether this call has stored it. Raises as ``ObjectVerbs.put_many``."""
+        """Store objects. Return, for each, whether this call has stored it. Raises as ``ObjectVerbs.put_many``."""
         names, sources = sources_of(keys, values)
         root = root_of_salt(salt)
         mapped = self._node.writable()
@@ -127,7 +127,7 @@ class LocalObjects(ObjectVerbs):
         return head.about.value_bytes if head is not None else None
 
     def contains(self, keys: str | Sequence[str], salt: str = "") -> Any:
-        """Return whether there is an object under a key, or a list of this for several keys."""
+        """Return whether there is an object under a key. For several keys, return a list of these booleans."""
         if isinstance(keys, str):
             return self._head(encode_name(keys), root_of_salt(salt)) is not None
         names, root, mapped = encode_names(listed(keys)), root_of_salt(salt), self._node.mapped()

@@ -221,7 +221,7 @@ class PeerCaching:
         self._chain = chain
 
     def pages_worth_caching(self, peer_reader: PeerReader, keys: Keys) -> int:
-        """Return how many leading pages to cache here: those that were fetched before, if the node answers."""
+        """Return how many leading pages to cache here: the pages that were fetched before, if the node answers."""
         mapped = self._node.last
         return peer_reader.history.leading(keys.links) if mapped is not None and accepts_hints(mapped) else 0
 

@@ -96,7 +96,7 @@ log = logging.getLogger("kvstore.cluster")
 
 @dataclass
 class FetchResult:
-    """The number of leading pages that were fetched from other nodes, in total, by node and by tier."""
+    """How many leading pages were fetched from other nodes: in total, by node and by tier."""
 
     pages: int = 0
     nodes: Counter[str] = field(default_factory=Counter)

@@ -163,7 +163,7 @@ class Publisher:
         return log.published(self.slot) if log is not None else 0
 
     def holds(self, key: bytes) -> bool:
-        """Return whether this session has published the page of ``key`` and the node has not taken it in."""
+        """Return whether this session has published the page with this key and the node has not taken it in yet."""
         return self._waiting.get(key, 0) > self.drained
 
     def leading(self, keys: list[bytes], start: int) -> int:
@@ -291,7 +291,8 @@ class PutLogReader:
         return self._header.words[_PUTS_ID] == self._id and (log is None or log.positions() == seen)
 
     def is_in_other_slot(self, key: bytes, slot: int) -> bool:
-        """Return whether the page of ``key`` is published in another slot than ``slot`` and not taken in. A hint."""
+        """Return whether a slot other than ``slot`` has published the page with this key and it is not taken in. A
+        hint."""
         log = self._log
         return log is not None and not log.is_drained and log.holder(key, slot) >= 0
 

@@ -55,7 +55,7 @@ class LocalPut(PendingPut):
 
     Args:
         flags: flags of the requests, such as CHECKSUMS.
-        below: pages that are in a lower tier already. They are stored in DRAM too, but do not count as new.
+        below: pages that are already in a lower tier. They are stored in DRAM too, but do not count as new.
     """
 
     __slots__ = (
@@ -199,7 +199,7 @@ class LocalPut(PendingPut):
             raise
 
     def forfeit(self, addresses: list[Address]) -> None:
-        """Give up these frames instead of sealing them. Nothing may write into them any more."""
+        """Give up these frames instead of sealing them. The caller must no longer write into them."""
         self._pool.forfeit(addresses)
 
     def _granted(self, request: PendingReply | None, page: int) -> list[Address]:
@@ -274,9 +274,9 @@ class LocalPut(PendingPut):
         return self._flags | hints | (CONTINUES if batch.page > self._first else 0)
 
     def _publish(self, batch: SealBatch) -> bool:
-        """Publish a batch in the log. Readers find its pages from then on, and its frames do not belong to this session
-        any more. Return False if the batch must be sent as a request, because the log is full or the parent page is
-        only on NVMe."""
+        """Publish a batch in the log. From then on, readers find its pages, and its frames no longer belong to this
+        session. Return False if the batch must be sent as a request, because the log is full or the parent page is only
+        on NVMe."""
         mapped, count = self._mapped, len(batch.addresses)
         publisher = mapped.channel.publisher
         if publisher is None or not self.has_parent(publisher, batch.page):

@@ -40,7 +40,7 @@ class LocalSegment:
     be published while the node's daemon is down. They are found once the daemon is running again.
 
     Attributes:
-        number: the node's number for the segment.
+        number: the number that the node gave the segment.
         memory: the segment's bytes, uint8, for writing; empty if the caller has passed memory to ``mount``.
         pages: the bytes as ``[frames, page_bytes]``; empty if the memory has strides.
     """

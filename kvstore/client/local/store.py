@@ -99,7 +99,8 @@ class LocalStore(Store, LocalObjects):
 
         Args:
             memory: for example device memory, see ``tier.peer_memory``. None creates shared host memory.
-            strides: where the parts of a page are, if another engine arranges the memory. None: pages are contiguous.
+            strides: where the parts of a page are, if another engine arranges the memory. With None, pages are
+                contiguous.
 
         Raises:
             InvalidRequest: ``layout`` is not a layout; ``frames`` is not positive, exceeds the node's limit, or does

@@ -39,7 +39,7 @@ class MappedExtent:
         checksums: uint32 ``[frames, layers]``.
         uses: the table that clients write.
         last_use: a column of ``uses``, uint64 ``[frames]``.
-        memory: the whole range of the extent in the segment, uint8, to be pinned for devices.
+        memory: the extent's whole range in the segment, uint8, which is pinned for devices.
         pages: the frames, uint8 ``[frames, page_bytes]``. This process writes only frames granted to its session.
         views: the frames, read-only.
     """
@@ -108,7 +108,7 @@ class TierReader(Protocol):
         ...
 
     def class_at(self, raw: bytes) -> FrameClass | None:
-        """Return the class of the frame at a raw address; None if there is no such frame now."""
+        """Return the class of the frame at a raw address; None if the frame no longer exists."""
         ...
 
     def object_head(self, raw: bytes) -> ObjectHead | None:

@@ -65,7 +65,8 @@ def address_parts(runs: list[Run]) -> list[bytes]:
 
 
 def prove(mapped: MappedNode, keys: Keys, page_bytes: int, closed: bool = True) -> tuple[list[Run], int, str]:
-    """Prove the leading pages of ``keys``. Return their runs, their number, and why there are not more ("" for all)."""
+    """Prove the leading pages of ``keys``. Return their runs, their number, and why there are no more ("" if all are
+    proven)."""
     requested = len(keys.hashes)
     stored, raw = indexed_pages(mapped, keys.hashes, closed)
     if raw is None:
@@ -134,7 +135,7 @@ def _prove_each(mapped: MappedNode, keys: Keys, stored: int, page_bytes: int) ->
 
 def prove_run(extent: MappedExtent, frame: int, page: int, words: bytes, keys: Keys) -> tuple[Run, str]:
     """Prove that the frames starting at ``frame`` have these words and hold the pages starting at ``page``. Return the
-    run of the leading proven pages, and why it has not all pages ("" if it has)."""
+    run of the leading proven pages, and why it lacks some pages ("" if it has all)."""
     count, reason = len(words) // 8, ""
     current_words = extent.words[frame : frame + count].tobytes()
     if current_words != words:

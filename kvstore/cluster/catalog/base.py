@@ -20,7 +20,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 
 KEY_BYTES_MAX: Final = 512
 VALUE_BYTES_MAX: Final = 64 << 10
-LISTING_MAX: Final = 65_536  # entries below one prefix
+LISTING_MAX: Final = 65_536  # number of entries with the same prefix
 TTL_MIN_S: Final = 1.0
 TTL_MAX_S: Final = 3600.0
 CALL_S: Final = 5.0  # a call without an answer raises Unavailable after this time
@@ -185,8 +185,9 @@ class Catalog(ABC):
         """Write one entry, and return its revision.
 
         Args:
-            session: the owner of the entry; None: the entry stays until it is retracted.
-            only_if: the revision that the entry must have now; 0: it must not exist; None: no condition.
+            session: the owner of the entry. With None, the entry stays until it is retracted.
+            only_if: the revision that the entry must have now. 0 means that it must not exist, None that there is no
+                condition.
 
         Raises:
             KeyTaken: ``only_if`` does not hold. Nothing was changed.
@@ -200,7 +201,7 @@ class Catalog(ABC):
 
     @abstractmethod
     def watch(self, prefix: str, health: TaskHealth | None = None) -> AsyncGenerator[Update, None]:
-        """Yield everything below ``prefix``, then each change, in order, until the iterator is closed.
+        """Yield all entries whose keys start with ``prefix``, then each change, in order, until the iterator is closed.
 
         The watch survives every ``KVStoreError``: it continues with the next change, or with a whole update if changes
         were missed. Close the generator with ``contextlib.aclosing``.

@@ -187,7 +187,7 @@ class EtcdCatalog(Catalog):
                     yield _update(answer)
 
     def _error_of(self, reason: str) -> KVStoreError:
-        """The error for a watch that etcd cancelled, also because it does not accept our token."""
+        """Return the error for a watch that etcd cancelled, for example because it does not accept our token."""
         if is_stale_token(reason) or "permission denied" in reason:
             self._channel.forget_token()
             return Unauthenticated(f"etcd refuses a watch: {reason}")
@@ -235,7 +235,7 @@ class _EtcdSession(Session):
 
 
 def _update(answer: Any) -> Update:
-    """The update in one answer of a watch. If one key changed several times, the last change counts."""
+    """Return the update in one answer of a watch. If one key changed several times, the last change counts."""
     entries: dict[str, Entry] = {}
     removals: dict[str, None] = {}
     for event in answer.events:

@@ -144,7 +144,8 @@ class Credentials:
         return tuple(each for each in (self.ca, self.certificate, self.key) if each is not None)
 
     def tls(self) -> grpc.ChannelCredentials | None:
-        """Credentials for a channel, or None for plain text. Raises InvalidRequest if the files are not valid."""
+        """Return credentials for a channel, or None for plain text. Raises InvalidRequest if the files are not
+        valid."""
         if self.ca is None and self.certificate is None:
             return None
         if (self.certificate is None) != (self.key is None):
@@ -353,7 +354,7 @@ class EtcdChannel:
             raise Unauthenticated(f"etcd refuses user {self._credentials.user!r}: {error.details()}") from error
 
     def _forgets_token(self, error: grpc.aio.AioRpcError) -> bool:
-        """Whether the token was refused, so that a new one may help. Forgets the token in that case."""
+        """Return whether the token was refused, so that a new one might help. If so, forget the token."""
         is_stale = bool(self._credentials.user) and is_stale_token(error.details() or "")
         if is_stale:
             self.forget_token()
@@ -371,7 +372,8 @@ class EtcdChannel:
 
 
 async def _read(call: Any, move: asyncio.Event, ask: bytes) -> Any:
-    """The next answer. Raises TimeoutError if ``ask`` is not answered, or the channel has moved to another endpoint."""
+    """Return the next answer. Raises TimeoutError if ``ask`` gets no answer, or the channel has moved to another
+    endpoint."""
     answer = asyncio.ensure_future(call.read())
     has_moved = asyncio.ensure_future(move.wait())
     try:

@@ -74,7 +74,8 @@ class Ledger:
         return True
 
     def changes(self, prefix: str, since: int) -> Update:
-        """Return the changes below ``prefix`` after revision ``since``; everything if these are not known any more."""
+        """Return the changes under ``prefix`` after revision ``since``, or everything if the changes are no longer
+        known."""
         oldest = self._changes[0][0] if self._changes else self.revision + 1
         if since + 1 < oldest and since < self.revision:
             return self.listing(prefix)
@@ -110,7 +111,7 @@ class Ledger:
             self.end(session)
 
     def next_end_s(self) -> float | None:
-        """Return when the next session ends unless it is renewed."""
+        """Return the time at which the next session ends if it is not renewed."""
         return min((ends_s for ends_s, _ in self._deadlines.values()), default=None)
 
     def _note_change(self, key: str) -> None:

@@ -29,7 +29,7 @@ class TaskHealth:
     Attributes:
         name: of the task, for logs, status and metrics.
         succeeded_s: when the task last succeeded, by ``boot_s``; 0: never.
-        failing_since_s: of the first failure since the last success; None: the last try succeeded.
+        failing_since_s: time of the first failure since the last success; None if the last try succeeded.
         error: why the last try failed; "" after a success.
         failures: the number of all failures.
     """
@@ -75,7 +75,7 @@ class TaskHealth:
         return pause_s * random.uniform(1 - JITTER, 1 + JITTER)
 
     def status(self) -> dict[str, Any]:
-        """For ``status``: ages in seconds. An age is None if the task never succeeded, or is not failing."""
+        """Return ages in seconds, for ``status``. An age is None if the task never succeeded, or is not failing."""
         now_s, since_s = boot_s(), self.failing_since_s
         return {
             "succeeded_ago_s": round(now_s - self.succeeded_s, 3) if self.succeeded_s else None,
@@ -92,5 +92,5 @@ class TaskHealth:
 
 
 def boot_s() -> float:
-    """Seconds since this machine started, including sleep. Changes of the wall clock do not affect it."""
+    """Return the seconds since this machine booted, including sleep. Changes of the wall clock do not affect them."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

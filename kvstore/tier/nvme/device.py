@@ -70,7 +70,7 @@ class NvmeDevice:
         self._table = table
         self._table_mutex = threading.Lock()  # admits one writer of tables; held during their I/O
         self._sync_mutex = threading.Lock()
-        self._mutex = threading.Lock()  # guards all attributes below; never held during I/O
+        self._mutex = threading.Lock()  # guards all following attributes; never held during I/O
         self._needs_sync = False
         self._versions: Counter[int] = Counter()
         self._writers: Counter[int] = Counter()
@@ -157,7 +157,7 @@ class NvmeDevice:
         """See ``TierStore``. Durable when it returns.
 
         Raises:
-            OSError: the extent is still carved. The next start may or may not find it.
+            OSError: the extent is still carved. The next start might or might not find it.
         """
         with self._table_mutex:
             assert position in self.extents and not self._writers[position], position
@@ -229,7 +229,7 @@ class NvmeDevice:
     def _write(self, position: int, first: int, frame_class: FrameClass, buffers: list[Bytes]) -> None:
         assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
         self.disk.write(self._offset(position, first, frame_class, buffers), buffers)
-        self._needs_sync = True  # after the write, because a sync during the write may not cover it
+        self._needs_sync = True  # after the write, because a sync during the write might not cover it
 
     def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
         """See ``TierStore``."""
@@ -245,7 +245,7 @@ class NvmeDevice:
         self.disk.read(self._offset(position, first, frame_class, [frames]), [frames])
 
     def _offset(self, position: int, first: int, frame_class: FrameClass, buffers: list[Bytes]) -> int:
-        """The offset on the device where these frames begin. ``buffers`` must have entire frames."""
+        """Return the offset on the device where these frames begin. ``buffers`` must have entire frames."""
         count, excess = divmod(sum(buffer.nbytes for buffer in buffers), geometry.stride_bytes(frame_class))
         assert count and not excess, "not entire frames"
         return frame_offset(self.superblock, position, frame_class, first, count)
@@ -263,7 +263,7 @@ class NvmeDevice:
         """Overwrite a frame's header with zeros, so that its contents are not taken for a page. Durable after ``sync``.
 
         Raises:
-            OSError: the header may or may not be erased.
+            OSError: the header might or might not be erased.
         """
         assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
         blank = aligned_buffer(geometry.header_bytes(frame_class))
@@ -335,7 +335,8 @@ class NvmeDevice:
     # --- daily writes -----------------------------------------------------------------------------------------------
 
     def add_written(self, day: int, nbytes: int) -> None:
-        """Count bytes written on that day. A kill loses what was counted since the table was last written."""
+        """Count bytes written on that day. A kill loses the bytes that were counted since the table was last
+        written."""
         with self._mutex:
             self._day_bytes = nbytes + (self._day_bytes if day == self._day else 0)
             self._day = day

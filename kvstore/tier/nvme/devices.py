@@ -210,7 +210,7 @@ class NvmeDevices:
         clean = set()
         for at, device in enumerate(self.devices):
             mine = {self._row[p][1]: version for p, version in versions.items() if self._row[p][0] == at}
-            if mine:  # skips devices without a request, which may not answer
+            if mine:  # skips devices without a request, which might not be responding
                 clean |= {self._global[at, local] for local in device.mark_clean(mine)}
         return clean
 

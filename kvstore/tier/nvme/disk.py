@@ -152,7 +152,7 @@ class FileDisk:
             is_truncated: whether the file ``fd`` had ``size_bytes`` and lost its tail. Then it is extended with zeros.
 
         Raises:
-            InvalidRequest: field "nvme". It does not exist, has another kind or size, or may not be opened.
+            InvalidRequest (field ``nvme``): the target does not exist, has another kind or size, or must not be opened.
             NodeBusy: it has an owner: another process, or this one under another name.
             OutOfSpace: the file system is too small. A newly created file is removed again.
             OSError: it fails.
@@ -228,7 +228,8 @@ class FileDisk:
             raise
 
     def _go_direct(self, warn: bool) -> None:
-        """Switch O_DIRECT on if the file system supports it. Some refuse the flag, some only the first read."""
+        """Switch O_DIRECT on if the file system supports it. Some file systems refuse the flag, others only the first
+        read."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -357,7 +358,7 @@ def _sync_folder(name: str) -> None:
 
 
 def _after(buffers: Sequence[Bytes], done: int) -> list[Any]:
-    """The part of ``buffers`` after ``done`` bytes, as much as one system call takes."""
+    """Return the part of ``buffers`` after ``done`` bytes, as much as one system call takes."""
     tail: list[Any] = []
     for buffer in buffers:
         if len(tail) == IOV_MAX:
@@ -408,7 +409,7 @@ class PatientDisk:
         self._disk = disk
         self._answer_s = answer_s
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._mutex = threading.Lock()  # of everything below; never held over a call
+        self._mutex = threading.Lock()  # guards everything that follows; never held during a call
         self._threads = 0
         self._idle = 0  # threads that wait for a call, less the calls that wait for a thread
         self._abandoned = 0  # abandoned calls that have not ended

@@ -188,7 +188,7 @@ def payload_sum(page: Bytes, frame_class: FrameClass) -> int:
 
 
 def layer_sums(page: Bytes, layers: int) -> Sums:
-    """Low 32 bits of xxh3_64 of each of the ``layers`` equal parts of ``page`` ``[page_bytes]``."""
+    """Return the low 32 bits of xxh3_64 of each of the ``layers`` equal parts of ``page`` ``[page_bytes]``."""
     view, step = page.data, len(page) // layers
     assert step * layers == len(page), (len(page), layers)
     return np.array([_digest(view[at : at + step]) & 0xFFFFFFFF for at in range(0, len(view), step)], "<u4")

@@ -22,7 +22,7 @@ def stride_bytes(frame_class: FrameClass) -> int:
 
 
 def directory_bytes(frames: int) -> int:
-    """Bytes of the directory before the frames of an extent: a head, and a lean record row per frame."""
+    """Return the size in bytes of the directory before an extent's frames: a head, and a lean record row per frame."""
     return aligned(DIRECTORY_HEAD_BYTES + frames * RecordFormat(0, 0, tail=False).row_bytes)
 
 

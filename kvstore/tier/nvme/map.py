@@ -99,7 +99,7 @@ def runs(places: Sequence[tuple[int, int]], stride: int, bytes_max: int = RUN_BY
 
 
 def named_devices(folder: NodeFolder) -> list[tuple[str, Superblock]]:
-    """Path and expected superblock of each device in the node's ``nvme`` file; empty if the file is invalid."""
+    """Return path and expected superblock of each device in the node's ``nvme`` file; empty if the file is invalid."""
     contents = _read(folder)
     return contents[1] if contents is not None else []
 

@@ -80,7 +80,7 @@ class Superblock:
     def plan(
         cls, incarnation: int, owner: str, size_bytes: int, extent_bytes: int, secret: bytes = bytes(SECRET_BYTES)
     ) -> Superblock:
-        """The geometry of a new device: as many positions as fit, possibly none."""
+        """Return the geometry of a new device with as many positions as fit, possibly none."""
         space = size_bytes - 2 * BLOCK_BYTES
         positions = max(0, space // extent_bytes)
         while positions and positions * extent_bytes + 2 * _table_bytes(positions) > space:
@@ -219,7 +219,7 @@ def pack_directory(incarnation: int, extent: ExtentOnDisk, rows: Bytes) -> tuple
 
 
 def unpack_directory(incarnation: int, extent: ExtentOnDisk, blocks: Bytes) -> Bytes | None:
-    """Return a directory's rows ``[frames, 96]``; None if it is not exactly the one that the table names."""
+    """Return a directory's rows ``[frames, 96]``; None if the directory is not exactly the one that the table names."""
     width = extent.frame_class.lean.row_bytes
     end = _DIRECTORY_HEAD.size + extent.frames * width
     *head, total = _DIRECTORY_HEAD.unpack_from(blocks.data)
