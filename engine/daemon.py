@@ -119,7 +119,7 @@ class Ready:
 
     @property
     def line(self) -> str:
-        """The report as one line of text, which begins with ``kvstore engine ready``."""
+        """The report as one line of text. It begins with ``kvstore engine ready``."""
         pool = f"pool {self.node}" if self.node is not None else "no pool"
         servers = f"grpc on {' '.join(self.grpc)}" + (f", http on {self.http}" if self.http else "")
         engine = f"role {self.role}, {self.model} on {self.device}, {self.frames} frames of {self.page_tokens} tokens"

@@ -120,7 +120,7 @@ def save_model(folder: Path) -> None:
 
 
 class Judge:
-    """Compares answers with the plain model, which shows whether the first difference is a tie."""
+    """Compares answers with the plain model to see whether the first difference is a tie."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

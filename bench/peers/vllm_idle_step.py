@@ -91,7 +91,7 @@ class Calls:
 
 
 class EmptyConnector:
-    """A connector with one method, which does nothing."""
+    """A connector whose only method does nothing."""
 
     role = SimpleNamespace(name="WORKER")
 
@@ -104,7 +104,7 @@ class WatchedEmpty(EmptyConnector):
 
 
 def empty_s(connector: EmptyConnector) -> float:
-    """Return the seconds of ``LOOPS`` empty calls, which show how fast this machine runs Python at the moment."""
+    """Return the seconds of ``LOOPS`` empty calls. They show how fast this machine runs Python at the moment."""
     start_s = time.perf_counter()
     for _ in range(LOOPS):
         connector.nothing()

@@ -80,7 +80,7 @@ class DecisionLoad:
         return np.concatenate([stored, self.new_pages(PROMPT_PAGES - len(stored))])
 
     def decide(self, prompt: Fingerprints) -> float:
-        """Return the seconds to decide about one request, which then ends."""
+        """Decide about one request, then end it. Return the seconds that the decision took."""
         self._now_s += self._step_s
         number, tokens = next(self._numbers), np.zeros(PAGE_TOKENS * len(prompt) + 10, np.uint32)
         request = Request(id=str(number), tokens=tokens, tenant="t", model="m", sampling=Sampling(max_tokens=100))

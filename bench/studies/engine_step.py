@@ -195,7 +195,7 @@ def _node(scene: ExitStack, stage: Stage, name: str, nets: Nets, batch: int, tok
 def _decoding(
     scene: ExitStack, store: Store, nets: Nets, batch: int, context: int, answer: int, mounted: bool = False
 ) -> Turns:
-    """Return an engine that decodes ``batch`` prompts of ``context`` tokens, which it found in the pool."""
+    """Return an engine that decodes ``batch`` prompts of ``context`` tokens. It found the prompts in the pool."""
     config = EngineConfig(
         model=nets.model.name,
         arena=_kv_bytes(nets, batch, context + answer),

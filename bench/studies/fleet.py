@@ -132,7 +132,7 @@ class PacedFleet:
             engine.ready()
 
     def warm_up(self) -> None:
-        """Let every engine compute a few prompts, which no later request repeats."""
+        """Let every engine compute a few prompts that no later request repeats."""
         for number, engine in enumerate(self.engines):
             for turn in range(WARM_UP):
                 tokens = np.random.default_rng((number, turn)).integers(0, 256, WARM_TOKENS).astype(np.uint32)
@@ -232,6 +232,6 @@ def check(answers: Sequence[FleetAnswer]) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line to stderr during the measurement, which takes minutes."""
+    """Print a line to stderr, because the measurement takes minutes."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

@@ -201,7 +201,7 @@ class _RemoteData:
 
 
 def dial_credentials(given: CallerCredentials, endpoint: Endpoint) -> DialCredentials:
-    """Return the credentials for data connections, which are those of gRPC connections to the same endpoint."""
+    """Return the credentials for data connections. They are the same as for gRPC connections to the endpoint."""
     if not endpoint.tls:
         return DialCredentials(endpoint.token)
     ca, cert, key = (str(getattr(given, name) or os.environ.get(f"KVSTORE_{name.upper()}", "")) for name in _FILES)

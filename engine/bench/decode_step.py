@@ -157,7 +157,7 @@ def _measure(stage: Stage, name: str, bar: Bar, nets: Nets, batch: int, context:
 
 
 def _fill(arena: Arena) -> None:
-    """Fill the arena with random numbers. The same 8 frames are repeated, which does not affect the time of a step."""
+    """Fill the arena with random numbers. The same 8 frames repeat, which does not change the step time."""
     pattern = arena.pages[:8]
     pattern.copy_(torch.randn(pattern.shape, generator=torch.Generator().manual_seed(2)))
     for frame in range(8, arena.frames_total, 8):

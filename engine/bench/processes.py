@@ -138,7 +138,7 @@ class EngineProcess:
 
     @property
     def client(self) -> EngineClient:
-        """A client of the engine, which must be ready."""
+        """A client of the engine. The engine must be ready."""
         assert self._client is not None, "call ready() first"
         return self._client
 

@@ -119,7 +119,7 @@ def _start(stage: Stage, scene: ExitStack) -> ReusePool:
 
 
 def _store_prompts(pool: ReusePool, lengths: Mapping[str, int]) -> dict[str, Answer]:
-    """Answer a prompt of each length, which stores it. Returns the answers, by label."""
+    """Answer a prompt of each length, and so store it. Return the answers by label."""
     pool.engine.answer(prompt(max(lengths.values()), seed=0), use_pool=False)  # warms up
     answers = {}
     for label, length in lengths.items():

@@ -38,7 +38,7 @@ class ConductorReady:
 
     @property
     def line(self) -> str:
-        """The report as one line of text, which begins with ``kvstore conductor ready``."""
+        """The report as one line of text. It begins with ``kvstore conductor ready``."""
         addresses = f"grpc on {' '.join(self.grpc)}" + (f", http on {self.http}" if self.http else "")
         fleet = f"policy {self.policy}, {self.engines} engines, {self.nodes} nodes"
         return f"kvstore conductor ready: {fleet}, {self.took_s:.2f} s, {addresses}"

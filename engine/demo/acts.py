@@ -18,7 +18,7 @@ from kvstore.cli.output import bytes_text, duration_text, ratio_text, table_text
 from kvstore.errors import InvalidRequest, NodeUnavailable
 
 Encode = Callable[[str, bool], list[int]]
-"""Returns the tokens of a string. The flag is True if the string begins a prompt, which has special tokens in front."""
+"""Returns the tokens of a string. The flag is True if the string begins a prompt, so that special tokens precede it."""
 
 ANSWER_S: Final = 120.0  # the deadline of an answer
 ANSWER_TOKENS: Final = 10

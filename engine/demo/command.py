@@ -36,7 +36,7 @@ FOLDER: Final = "/var/tmp"  # on a disk; /tmp may be in memory
 @click.option("--dram", metavar="SIZE", default=DRAM, show_default=True, help="Capacity of the node's DRAM.")
 @click.option("--nvme", metavar="SIZE", default=NVME, show_default=True, help="Size of the node's NVMe file.")
 @click.option(
-    "--folder", default=FOLDER, show_default=True, help="Folder for the NVMe file, which is removed at the end."
+    "--folder", default=FOLDER, show_default=True, help="Folder for the NVMe file. The file is removed at the end."
 )
 @json_option
 def demo(model: str, documents: str | None, dram: str, nvme: str, folder: str, as_json: bool) -> int:

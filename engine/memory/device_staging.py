@@ -168,7 +168,7 @@ class DeviceStaging(Staging):
 
     @contextmanager
     def page_target(self, frame: int, count: int) -> Iterator[Bytes | DeviceRows]:
-        """Yield the frames as device memory to fill, after all earlier computations, which may read the frames."""
+        """Wait for earlier computations, which may read the frames. Then yield the frames as device memory to fill."""
         (first, *_), _ = self._places(frame, count)
         nbytes = self.arena.layout.page_bytes
         self.finish()

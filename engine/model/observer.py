@@ -6,7 +6,7 @@ from engine.model.request import Usage
 
 
 class Observer:
-    """An observer that ignores all reports. The engine's thread calls the methods, which must return quickly."""
+    """An observer that ignores all reports. The engine's thread calls the methods, so they must return quickly."""
 
     def ended(self, outcome: str, usage: Usage) -> None:
         """Report the end of a request. ``outcome``: stop, eos, length, cancelled, prefilled, migrated, or failed."""

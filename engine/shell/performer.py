@@ -283,7 +283,7 @@ class EnginePerformer:
         return self._state.steps > steps
 
     def stop(self) -> None:
-        """End the threads. Waits for their current work, which has deadlines."""
+        """End the threads. Waits for their current work. All of it has deadlines."""
         self.sides.stop()
         self._loaders.shutdown(wait=True)
 

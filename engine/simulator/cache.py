@@ -245,7 +245,7 @@ def with_hints(trace: Sequence[CacheAccess], rule: str, tenth: str = "hints") ->
 
 
 def _system_blocks(trace: Sequence[CacheAccess]) -> set[int]:
-    """Return the blocks of system prompts, which many requests have."""
+    """Return the blocks of system prompts. Many requests have these blocks."""
     uses = Counter(block for access in trace for block in access.blocks)
     return {block for block, count in uses.items() if count > max(SHARED_LEAST, SHARED_RATIO * len(trace))}
 

@@ -101,7 +101,7 @@ class Step:
 
 @dataclass(slots=True)
 class SideStep:
-    """Make the next token in a thread of its own, which may wait for layers -> ``SideStepped``."""
+    """Make the next token in a separate thread, because the step may wait for layers -> ``SideStepped``."""
 
     sequence: int
 

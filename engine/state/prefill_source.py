@@ -78,7 +78,7 @@ class Routes:
             self._draw_first(sequence, attempt.first_token)
 
     def _draw_first(self, sequence: Sequence, token: int) -> None:
-        """Draw the first token, which may arrive before the last layer."""
+        """Draw the first token. It may arrive before the last layer."""
         sequence.phase, sequence.cached = Phase.DECODING, sequence.prompt
         self._roster.out.append(do.Draw(sequence.number, token))
 

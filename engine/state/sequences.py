@@ -250,7 +250,7 @@ class Frames:
         return whole, min(coming, (sequence.prompt - 1) // sequence.page_tokens) > whole
 
     def fits(self, sequence: Sequence, shared: int) -> bool:
-        """Return True if enough frames are free for the sequence, which shares its first ``shared`` pages."""
+        """Return True if enough frames are free for the sequence. It shares its first ``shared`` pages."""
         kept_shared = 0  # shared pages that are kept now, and so cannot be evicted for this sequence
         while kept_shared < shared and not self._pages[sequence.names[shared - 1 - kept_shared]].users:
             kept_shared += 1

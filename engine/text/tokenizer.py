@@ -174,7 +174,7 @@ class _WindowStream:
         return text
 
     def _move_window(self, text: str) -> str:
-        """Return the new text, which ends with a complete character, and begin a new window before it."""
+        """Return the new text, and begin a new window before it. The new text ends with a complete character."""
         new = self._new_text(text, len(text))
         if self._complete_tokens and (recent := self._tokenizer.decode(self._tokens[self._complete_tokens :])):
             del self._tokens[: self._complete_tokens]
@@ -186,7 +186,7 @@ class _WindowStream:
         return new
 
     def _skip_invalid(self, text: str) -> str:
-        """Return U+FFFD for bytes that are not text, except for the last ones, which may become a character."""
+        """Return U+FFFD for bytes that are not text. Keep back the last bytes, which may become a character."""
         open_chars = min(len(text) - len(text.rstrip(REPLACEMENT)), UNFINISHED_MAX)
         new = self._new_text(text, len(text) - open_chars)
         del self._tokens[:-WINDOW_TOKENS_MIN]

@@ -61,7 +61,7 @@ class Peer(Protocol):
         ...
 
     def release(self, request_id: str) -> bool:
-        """Drop the KV of a prefill, which is no longer needed. Returns False if there is none with this id."""
+        """Drop the KV of a prefill that is no longer needed. Returns False if there is none with this id."""
         ...
 
 

@@ -70,7 +70,7 @@ class BenchWork:
         return tokens_of(self.seed, chain, self.pages * self.layout.page_tokens)
 
     def keys(self, cache: PrefixCache, chain: int) -> Keys:
-        """Return new keys of one chain, which no call has used."""
+        """Return new ``Keys`` of one chain that no call has used."""
         return cache.keys(self.tokens(chain))
 
     def to_json(self) -> dict[str, Any]:

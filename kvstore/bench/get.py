@@ -60,7 +60,7 @@ class Reading:
         return sum(len(batch.copies) for batch in self.batches) / len(self.batches)
 
     def keys(self, chain: int) -> Keys:
-        """Return new keys of a chain, which no call has used."""
+        """Return new ``Keys`` of a chain that no call has used."""
         return self.cache.keys(self.batches[chain].tokens)
 
     def variants(self) -> dict[str, Callable[[tuple[LocatedChain, Keys]], object]]:

@@ -331,7 +331,7 @@ class SavedPages:
 def start_saved_node(
     stage: Stage, scene: ExitStack, geometry: str, seed: int, settings: Mapping[str, object]
 ) -> SavedPages:
-    """Start a node with saved pages, which ends with ``scene``. DRAM still has as many pages as fit."""
+    """Start a node with saved pages. The node ends with ``scene``. DRAM still has as many pages as fit."""
     stage.clear()
     work = plan(geometry, stage.settings.quick, seed)
     dram_bytes = DRAM_BYTES_QUICK if stage.settings.quick else DRAM_BYTES

@@ -27,7 +27,7 @@ _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def json_option(command: _Command) -> _Command:
-    """Add the ``--json`` flag, which every subcommand has; the command receives it as ``as_json``."""
+    """Add the ``--json`` flag that every subcommand has. The command receives it as ``as_json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(command)
 
 

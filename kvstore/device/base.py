@@ -71,7 +71,7 @@ class DeviceEvent(Protocol):
 
 
 class DeviceStream(Protocol):
-    """A queue of work. Used by one thread at a time; no call waits for the device."""
+    """A queue of work. One thread at a time uses it. No call waits for the device."""
 
     @property
     def handle(self) -> int:

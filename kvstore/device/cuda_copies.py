@@ -226,7 +226,7 @@ def _private(folder: Path) -> int:
 
 
 class Kernel:
-    """The kernel, loaded into a device's primary context, which must be current in all calls."""
+    """The kernel, loaded into a device's primary context. That context must be current in all calls."""
 
     def __init__(self, driver: Any, cubin: bytes) -> None:
         self._driver = driver

@@ -91,12 +91,12 @@ def identity_bytes(page_tokens: int) -> int:
 
 
 def keys_of(rows: npt.NDArray[np.uint8]) -> list[bytes]:
-    """Return the key of each of these identity rows."""
+    """Return the key of each identity row."""
     return _split(rows[:, KEY])
 
 
 def roots_of(rows: npt.NDArray[np.uint8]) -> list[bytes]:
-    """Return the root of each of these identity rows."""
+    """Return the root of each identity row."""
     return _split(rows[:, ROOT])
 
 
@@ -199,7 +199,7 @@ class RecordFormat:
 
     @cached_property
     def summed(self) -> slice:
-        """Identity and parent, which ``identity_sum`` is the checksum of."""
+        """The range of identity and parent. ``identity_sum`` is its checksum."""
         return slice(WORD_BYTES, self.parent.stop)
 
     @cached_property

@@ -164,7 +164,7 @@ class Threads:
 
 
 class Call:
-    """One admitted call: its caller, and its deadline (``time.monotonic``). Exists as long as its handler runs."""
+    """One admitted call, with its caller and its deadline (``time.monotonic``). Exists while its handler runs."""
 
     def __init__(self, gate: Gate, caller: Identity, context: Any, deadline: float) -> None:
         self.caller = caller
@@ -264,7 +264,7 @@ class Call:
         return message
 
     async def first(self, requests: AsyncIterator[Item]) -> Item | None:
-        """Return the first message, which has to arrive soon."""
+        """Return the first message. It has to arrive soon."""
         try:
             async with self._gate.half_open(self):
                 with self.waits():

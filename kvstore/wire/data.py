@@ -362,7 +362,7 @@ class ChainQuery(Namespace):
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Bytes ``offset`` to ``offset + length`` of each of these pages."""
+    """A request for the bytes ``offset`` to ``offset + length`` of each page."""
 
     chain: ChainQuery
     keys: Keys

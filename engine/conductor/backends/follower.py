@@ -85,7 +85,7 @@ class BackendFollower:
             await self._link.retire()
 
     def restart_stream(self) -> None:
-        """Start a new stream of its pages, which begins with all of them."""
+        """Start a new stream of the back end's pages. It begins with all pages."""
         self._intake.restart_due = True
 
     def _report_pages(self, batch: AnnounceBatch) -> None:

@@ -123,7 +123,7 @@ class FleetWatch:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def restart_stream(self, node: str) -> None:
-        """Start a new stream of this node's pages, which begins with all of them."""
+        """Start a new stream of this node's pages. It begins with all pages."""
         if node in self._backends:
             self._backends[node].restart_stream()
         else:

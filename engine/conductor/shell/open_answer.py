@@ -87,7 +87,7 @@ class OpenAnswer:
         self._decisions.put_nowait(decision)
 
     async def cancel(self) -> None:
-        """End the work if it has not ended, because the client has gone."""
+        """End the work, because the client has disconnected. Does nothing if the work has ended."""
         if not self._ended:
             self._ended = True
             self._conductor.tally.outcomes["cancelled"] += 1

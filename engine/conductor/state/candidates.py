@@ -133,7 +133,7 @@ class Costs:
         return self.priors.prefill_fixed_s + (tokens - cached) / speed * (cached / context + (1 + tokens / context))
 
     def steps_s(self, paces: Paces, *batches: Floats) -> list[Floats]:
-        """Return the seconds of a decode step, for each of these arrays of batch sizes."""
+        """Return the seconds of a decode step: one array of times for each array of batch sizes."""
         alone_s = _complete(paces.alone_s, self.priors.step_alone_s)
         return [alone_s * (1 + batch * self.priors.step_each) for batch in batches]
 

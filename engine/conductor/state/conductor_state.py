@@ -373,7 +373,7 @@ class ConductorState:
             self._requeue(request)
 
     def _remove_engine(self, event: ev.EngineLost) -> None:
-        """Remove an engine. Its kept requests wait again; the shell reports the failure of those that were sent."""
+        """Remove an engine. Its kept requests wait again. The shell reports that the sent requests failed."""
         for number in self.fleet.remove_engine(event.name):
             request = self.requests[number]
             if request.phase is RequestPhase.KEPT:

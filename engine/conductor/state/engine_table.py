@@ -603,7 +603,7 @@ class EngineFleet:
             engine.role_change_pending, engine.report_baseline = False, None
 
     def mark_role_refused(self, name: str) -> None:
-        """Record that an engine refused a request because of its role, which is not a failure."""
+        """Record that an engine refused a request because of its role. This is not a failure."""
         engine = self.engines.get(name)
         if engine is not None:
             engine.unsure, engine.report_baseline = True, None
@@ -630,7 +630,7 @@ class EngineFleet:
             self.write(engine)
 
     def mark_first_token(self, number: int, names: tuple[str, ...], now_s: float, ends_s: float) -> None:
-        """Record that a prompt is computed, which ends the work of an engine that only computes it."""
+        """Record that a prompt is computed. An engine that only computes it has then done its work."""
         for engine, work in self._at(number, names):
             if work.decodes:
                 engine.mark_computed(work, now_s, ends_s)

@@ -119,7 +119,7 @@ class AnswerEnded(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled(ConductorEvent):
-    """A request has ended without a complete answer: its client has gone, or no other engine could answer it."""
+    """A request has ended without a complete answer: its client disconnected, or no other engine could answer it."""
 
     number: int
 

@@ -237,7 +237,7 @@ class Queue:
         self._count_request(tenant, request, 1)
 
     def first(self) -> RoutedRequest | None:
-        """Return the request to serve next, which stays in the queue; None if the queue is empty."""
+        """Return the request to serve next, without removing it; None if the queue is empty."""
         best: tuple[float, str] | None = None
         for name, tenant in self._tenants.items():
             if tenant.lines:

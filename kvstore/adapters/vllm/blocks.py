@@ -165,7 +165,7 @@ def device_rows(device: Device, pages: torch.Tensor, stream: DeviceStream | None
 
 
 class _HostStream:
-    """The stream of host memory, whose work is done as soon as it is queued."""
+    """The stream of host memory. Its work is done as soon as it is queued."""
 
     handle = 0
 
@@ -180,7 +180,7 @@ class _HostStream:
 
 
 class _HostEvent:
-    """An event of a ``_HostStream``, which is over as soon as it is recorded."""
+    """An event of a ``_HostStream``. It is over as soon as it is recorded."""
 
     def over(self) -> bool:
         return True

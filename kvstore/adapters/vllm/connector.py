@@ -169,7 +169,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._mover = BlockMover(self._store, self._model, self._salt, kv_caches)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Start the loads of this step, which run in parallel with it and with later steps."""
+        """Start the loads of this step. They run in parallel with this step and later ones."""
         assert self._mover is not None
         for move in self._moves().loads:
             self._mover.load(move)
