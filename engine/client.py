@@ -55,7 +55,7 @@ class Answer:
     """A complete answer.
 
     Attributes:
-        engines: addresses of the engines that worked on the answer, in order; several if it was resumed.
+        engines: addresses of the engines that worked on the answer, in order. There are several if it was resumed.
     """
 
     tokens: tuple[int, ...]

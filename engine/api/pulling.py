@@ -142,9 +142,9 @@ def pull(
     codec: str,
     timeout_s: float,
 ) -> Generator[Piece, None, None]:
-    """Yield the pieces of a prefill. Each must be read before the next one is requested.
+    """Yield the pieces of a prefill. The caller must read each piece before it requests the next.
 
-    The pull has a connection of its own. No more bytes can arrive once the generator is closed.
+    The pull has its own connection. No more bytes can arrive once the generator is closed.
 
     Raises:
         InvalidRequest: there is no such prefill, or the start or the codec is not valid.

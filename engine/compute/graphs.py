@@ -121,10 +121,10 @@ class StepGraphs:
     """The graphs of one engine. Several threads may call ``replay``; a lock runs one replay at a time.
 
     Args:
-        forward: runs a batch; its calls to the device are recorded.
+        forward: runs a batch. The graph records its calls to the device.
         kernel: the kernel with which the forward reads pages.
         rows_max: the most sequences in a step.
-        pages_max: the most pages of one sequence.
+        pages_max: the maximum number of pages in one sequence.
         frames: one unused frame of each cache group. Recording writes KV into them.
         record: runs a function, and returns a function that repeats its work on the device with the same tensors.
     """
@@ -166,7 +166,7 @@ def cuda_recorder(device: torch.device) -> Callable[[Run], Run]:
     """Return a ``record`` function for ``StepGraphs`` that makes CUDA graphs. All its graphs share their memory.
 
     The function records in a stream of its own, because PyTorch's default stream for recording belongs to the first
-    device that anything was recorded on. It raises RuntimeError if the forward cannot be recorded.
+    device that anything was recorded on. It raises RuntimeError if the forward pass cannot be recorded.
     """
     pool: Any = None
     recording_stream = torch.cuda.Stream(device)

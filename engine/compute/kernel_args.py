@@ -23,7 +23,7 @@ class Terms:
     """The constants of one layer's attention.
 
     Attributes:
-        window: how many tokens a token sees, itself included; 0 means all tokens before it.
+        window: how many tokens a token sees, itself included; 0 if it sees all tokens up to itself.
         softcap: the bound of the scores; 0 means no bound.
         sinks: one logit per head, ``[heads]``.
     """
@@ -105,7 +105,7 @@ class PageKernel(Protocol):
 
 
 class BatchReading:
-    """The slices and tiles of one forward. They are computed once and used by all layers.
+    """The slices and tiles of one forward pass. They are computed once and used by all layers.
 
     Args:
         counts: the number of tokens in each slice, as in ``table`` but on the host.

@@ -103,13 +103,13 @@ class Arrivals:
 
 @dataclass
 class Waits:
-    """The waiting of one forward for KV. Its total time is bounded. A sequence that was late once is not awaited again.
+    """The waits of one forward pass for KV. Their total time is bounded. It waits for a late sequence only once.
 
     Attributes:
         awaited: by the number of a sequence, its arrivals and the number of tokens that must arrive.
-        budget_s: the longest time that the forward may wait in total.
+        budget_s: the longest time that the forward pass may wait in total.
         missed: the numbers of the sequences whose KV did not arrive in time.
-        waited_s: how long the forward has waited so far.
+        waited_s: how long the forward pass has waited so far.
     """
 
     awaited: dict[int, tuple[Arrivals, int]]

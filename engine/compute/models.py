@@ -143,7 +143,7 @@ def find_device(name: str) -> torch.device:
     """Return the device "cpu", "cuda" or "cuda:N".
 
     Raises:
-        InvalidRequest: "device" is not one of these, or this machine does not have it.
+        InvalidRequest: "device" is unknown, or this machine does not have it.
     """
     match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", name)
     if match is None:

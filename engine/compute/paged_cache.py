@@ -64,7 +64,7 @@ class Slice:
 
 
 class Steps:
-    """The slices of one token, as the CPU's kernel reads them. They are computed once per forward, not per layer.
+    """The slices of one token, as the CPU's kernel reads them. They are computed once per forward pass, not per layer.
 
     Attributes:
         index: int64 ``[n]``: the rows of the slices' tokens in the input; None if the input has no other tokens.
@@ -102,7 +102,7 @@ class Steps:
 
 
 class Batch:
-    """The input of one forward. What all layers need is computed once. A batch is used for one forward only.
+    """The input of one forward pass. Values that all layers need are computed once. A batch is used only once.
 
     Args:
         before: called once per layer, before attention reads older KV of that layer.
@@ -112,7 +112,7 @@ class Batch:
         layout: the layout of the first cache group. The layouts of other groups differ only in their layers and in
             fields that a forward pass does not read.
         kernel: the device's kernel. It reads all slices, by ``readings``; None if there is no kernel.
-        steps: on a CPU, the slices of one token; None if there are none. Always None on other devices.
+        steps: on a CPU, the slices of one token; None if there are none, and on other devices.
         chunks: all slices that neither ``kernel`` nor ``steps`` covers, each with the row of the input in which it
             begins.
     """

@@ -27,7 +27,7 @@ def check(sampling: Sampling) -> None:
     """Check that all settings are valid.
 
     Raises:
-        InvalidRequest: a setting is invalid; its field is named like "sampling.top_p".
+        InvalidRequest: a setting is invalid. The error has a field such as "sampling.top_p".
     """
     count, temperature, top_p = sampling.max_tokens, sampling.temperature, sampling.top_p
     seed, stop = sampling.seed, sampling.stop

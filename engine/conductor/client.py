@@ -39,7 +39,7 @@ def ask_route(
         max_tokens: the length of the answer.
 
     Raises:
-        InvalidRequest: the prompt or the address is not valid; names the field.
+        InvalidRequest: the prompt or the address is not valid. The error names the field.
         NodeUnavailable, DeadlineExceeded: the conductor is not responding.
     """
     request = engine_pb2.SubmitRequest(

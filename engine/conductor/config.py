@@ -34,7 +34,7 @@ class ConductorConfig(DaemonConfig):
     """The settings of one conductor. Sizes are in bytes.
 
     Raises:
-        InvalidRequest: a value is not valid; names the field.
+        InvalidRequest: a value is not valid. The error names the field.
     """
 
     engine: tuple[str, ...] = setting(
@@ -177,6 +177,6 @@ def load(
         flags: entries that are None count as absent.
 
     Raises:
-        InvalidRequest: a value is not valid; names the setting and its source.
+        InvalidRequest: a value is not valid. The error names the setting and its source.
     """
     return read(ConductorConfig, "conductor", path, os.environ if env is None else env, flags or {}, ENV_PREFIX)

@@ -53,7 +53,7 @@ def serve(config: ConductorConfig, announce: Callable[[ConductorReady], None]) -
     """Run a conductor until SIGTERM or SIGINT. ``announce`` is called once, when the conductor serves.
 
     Raises:
-        InvalidRequest: an address cannot be used, or the catalog is not valid; names the setting.
+        InvalidRequest: an address cannot be used, or the catalog is not valid. The error names the setting.
         Unavailable: the catalog is not responding.
     """
     membership = Membership(config) if config.catalog else None

@@ -190,7 +190,7 @@ class ConductorServer(LoopServer):
         """Start answering over HTTP. Do not call this from the event loop's thread.
 
         Raises:
-            InvalidRequest: the address cannot be used, or a package is not installed; names the setting.
+            InvalidRequest: the address cannot be used, or a package is not installed. The error names the setting.
         """
         try:
             from engine.conductor.http.connection import HttpPatience

@@ -283,7 +283,7 @@ class Declaration:
     """The properties of a setting in addition to its name, type and default.
 
     Attributes:
-        help: its meaning, in one or two sentences: for its flag, the docs and the example.
+        help: its meaning, in one or two sentences. The flag, the docs and the example show it.
         metavar: the form of a value.
         repeats: its flag may be given several times.
         short: another flag with the same meaning.

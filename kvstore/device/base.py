@@ -43,7 +43,7 @@ class DeviceExport(NamedTuple):
         offset: where the exported memory begins in the allocation.
         nbytes: of the allocation.
         handle: the driver's handle; b"" if there is a ``descriptor``.
-        descriptor: a file descriptor, which the holder of this object closes; -1 if there is a ``handle``.
+        descriptor: a file descriptor. The holder of this object closes it. -1 if there is a ``handle``.
     """
 
     device: bytes
@@ -61,7 +61,7 @@ class DeviceEvent(Protocol):
         ...
 
     def wait(self, deadline_s: float) -> None:
-        """Wait until the stream has reached this point; ``deadline_s`` is a time of ``time.monotonic``.
+        """Wait until the stream has reached this point. ``deadline_s`` is a time of ``time.monotonic``.
 
         Raises:
             DeadlineExceeded: the stream has not reached it by then. Its work continues, and may still write.

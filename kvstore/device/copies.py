@@ -41,7 +41,7 @@ class CopyStream:
 
 @dataclass(eq=False)
 class PinnedBounce:
-    """Pinned memory that a borrower has until it gives it back. ``event`` follows the last copy to or from it. The
+    """Pinned memory that a borrower uses until returning it. ``event`` follows the last copy to or from it. The
     borrower sets it as soon as there is a copy."""
 
     memory: Bytes

@@ -163,7 +163,7 @@ def _devices() -> tuple[CudaDevice, ...]:
 
 
 class CudaDevice:
-    """See ``Device``. Life: made, which opens nothing -> opened by its first use -> until the process ends.
+    """See ``Device``. Life: constructed, not open -> opened by the first use -> open until the process ends.
 
     Attributes:
         model: the name that its maker gave it.

@@ -86,7 +86,7 @@ copy_pieces(const __grid_constant__ Pieces pieces, const unsigned count, const u
 
 
 class Launch:
-    """The arguments of one launch: some of a copy's pieces. The launch copies the arguments.
+    """The arguments of one launch, for some of a copy's pieces. The launch copies the arguments.
 
     Attributes:
         blocks: how many blocks share the work; at most one per tile.

@@ -202,7 +202,7 @@ class HostDevice:
     Args:
         name: in the user's notation.
         seed: for the order of pieces, and for how often an event reports that it is not over.
-        nbytes: size of its memory.
+        nbytes: the size of the device's memory.
         reaches: names of devices whose memory its streams can read and write.
     """
 

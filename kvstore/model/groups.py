@@ -105,7 +105,7 @@ class SinglePages:
     """Keys for pages of a window or state group: each page is a chain of its own. Immutable.
 
     Args:
-        tokens: the prompt, uint32 ``[n]``, which must not change afterwards.
+        tokens: the prompt, uint32 ``[n]``. The caller must not change the array afterwards.
         media: a bytes value per full page, or None.
     """
 

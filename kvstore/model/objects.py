@@ -174,7 +174,7 @@ class HeadRows:
     """Reads identity rows ``[n, width]`` that may be heads of objects of one root.
 
     Attributes:
-        value_bytes, pieces: those of each row's object. Valid only where ``name`` is not empty.
+        value_bytes, pieces: the size and number of pieces of each row's object. Valid only where ``name`` is not empty.
     """
 
     __slots__ = ("value_bytes", "pieces", "_rows", "_width", "_names", "_prefix")

@@ -159,13 +159,12 @@ class Keys:
         links: the link of each page, without a tag. Links are equal in all pools, and are sent over gRPC.
         parent: the key of the page before the first one; the root if the first one is page 0.
         before: the link of the page before the first one; the root if the first one is page 0.
-        tag: the tag of the root in the keys' pool; empty for no pool. A cache replaces the tag by its own. None: the
-        keys
-            are not hashes of tokens, and cannot have a tag.
+        tag: the tag of the root in the keys' pool; empty for no pool. A cache replaces the tag with its own. If
+            it is None, the keys are not hashes of tokens and cannot have a tag.
         extras: a media digest per page, or None.
         media: the bytes that ``extras`` are digests of, as the caller passed them.
         hints: for a put, the retention hint of each page, one byte per page (``retention``); or empty.
-        chain: all links of the chain, and the position of this object's first page; None if they are not known.
+        chain: all links of the chain, and the position of this object's first page; None if they are unknown.
     """
 
     __slots__ = (
@@ -328,7 +327,7 @@ def spans_of(keys: list[bytes], position: int, before: int) -> list[int]:
 
     Args:
         position: the first page's position in its chain.
-        before: the name of the span of the page before the first one. Ignored if ``position`` is 0.
+        before: the name of the span that has the preceding page. Ignored if ``position`` is 0.
     """
     spans: list[int] = []
     for at, key in enumerate(keys, position):

@@ -183,7 +183,7 @@ class Limits:
         rpcs_max: running calls.
         call_s_max: the longest time of one call.
         buffer_bytes: buffers of all calls.
-        streams_max: calls of one connection; more wait at the client.
+        streams_max: calls of one connection; further calls wait at the client.
         ping_ms_min: the least time between two keepalive pings of a client.
     """
 
@@ -198,11 +198,11 @@ class LoopServer(ABC):
     """Serves one service from ``start`` to ``stop``, together with health and reflection. Every call passes the gate.
 
     Args:
-        name: of its thread.
+        name: the name of its thread.
         service: full name, as in its .proto.
 
     Attributes:
-        addresses: where it listens, once it is started.
+        addresses: the addresses at which it listens, after ``start``.
         identities: who may call.
 
     Raises:

@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Serves ``routes`` from ``start`` to ``stop``, to requests that name one of ``hosts``.
+    """Serves ``routes`` from ``start`` to ``stop``, only for requests that name one of ``hosts``.
 
     Raises InvalidRequest if the server cannot listen at the address.
     """

@@ -44,7 +44,7 @@ class Life:
     Attributes:
         ready: set while the daemon serves.
         http: the server of /healthz, /readyz and /metrics, if configured.
-        hurry: set by a second signal: the daemon should end quickly.
+        hurry: set by a second signal, after which the daemon should end quickly.
         failure: why the daemon ends without a signal.
     """
 

@@ -246,7 +246,7 @@ def unpack_hello(body: bytes | bytearray | memoryview) -> Hello:
 
     Raises:
         WireError: it is not valid.
-        VersionMismatch: this program speaks none of its versions.
+        VersionMismatch: this program supports none of the versions in it.
     """
     hello: Hello = _unpack(Hello, body)
     if not hello.version_min <= VERSION <= hello.version_max:
@@ -332,7 +332,7 @@ Sums = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Namespace:
-    """What the root of a chain is made of. Only pages of one namespace share chains.
+    """The values from which the root of a chain is computed. Only pages of one namespace share chains.
 
     Attributes:
         fingerprint: of the layout.

@@ -42,12 +42,12 @@ log = logging.getLogger("kvstore.conductor")
 
 
 class KvIntake:
-    """Receives the events of one engine while ``run`` does. Belongs to one event loop.
+    """Receives the events of one engine while ``run`` runs. Belongs to one event loop.
 
     Args:
         layout: the placeholder for the layout of its pages, as hexadecimal digits.
         counts: counts events and messages, see ``KvBlocks``.
-        report: is called with the batches of the page stream, see ``kvstore.cluster.directory``.
+        report: receives the batches of the page stream, see ``kvstore.cluster.directory``.
 
     Attributes:
         restart_due: True if a new stream, with all pages, must start after the next message.

@@ -25,7 +25,7 @@ class BackendSettings:
     Attributes:
         url: http or https, with host and port. OpenAI's API is at ``/v1`` below it.
         tokenizer: the folder of the model's tokenizer and chat template; "bytes": every byte is a token.
-        model: the model's name, both there and here; empty means the first model that the back end lists.
+        model: the model's name at the back end and here; empty means the first model that the back end lists.
         dialect: "openai": the back end accepts only OpenAI's own parameters. "vllm": it also reports token ids, and
             separates the pages of different salts.
         key_file: the file with the API key; only its owner may read it.
@@ -33,7 +33,7 @@ class BackendSettings:
         events: the ZMQ endpoint of its KV events; empty if it publishes none.
         replay: the ZMQ endpoint that replays missed events; empty if there is none.
         page_tokens: the size of the pages that stand for its blocks, which may have another size.
-        context: the longest sequence, in tokens; 0 means as the back end reports.
+        context: the longest sequence, in tokens; 0 means the value that the back end reports.
         batch: how many sequences it decodes together.
     """
 

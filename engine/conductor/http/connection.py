@@ -50,7 +50,7 @@ class HttpPatience:
 
     Attributes:
         headers_s: until a new connection has its first request, and for the headers of each request.
-        keepalive_s: between two requests on one connection.
+        keepalive_s: the longest pause between two requests on one connection.
         body_s: for the body of a request.
         stall_s: until it reads more of a reply.
     """
@@ -289,7 +289,7 @@ class _Handler(web.RequestHandler):
     first byte on. A reply counts as sent when the kernel has all of it.
 
     Attributes:
-        guest: the connection among those that the server counts.
+        guest: the connection's entry among the counted connections of the server.
     """
 
     guest: Guest | None = None

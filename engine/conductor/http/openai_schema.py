@@ -541,7 +541,7 @@ def read_body(
         passing: the models that only engines of other systems serve.
 
     Raises:
-        Refusal: a parameter is not valid; names it.
+        Refusal: a parameter is not valid. The error names the parameter.
     """
     kind = ChatBody if is_chat else CompletionBody
     document = {name: value for name, value in document.items() if value is not None}
