@@ -24,14 +24,14 @@ from kvstore.cluster.directory import AGAIN, GONE, AnnounceBatch, Marks, Placeme
 from kvstore.model.prefix import Fingerprints
 
 BATCH_PAGES: Final = 4096
-LOOK_S: Final = 0.05  # pause between two looks for news ...
+LOOK_S: Final = 0.05  # pause between two looks for news, in seconds, ...
 OWNERS_PER_LOOK: Final = 16  # ... with this many owners or fewer; see ``pause_s``
 QUEUED_MAX: Final = 1 << 20  # entries that wait for one owner; with more, the owner gets a new stream
 
 
 def pause_s(owners: int) -> float:
-    """The pause between two looks for news, in seconds. With many owners each is told less often and more at a time,
-    because a put then touches more owners and fills fewer of their batches."""
+    """Return the pause between two looks for news, in seconds. With many owners, each receives fewer and larger
+    batches, because a put then touches more owners and fills fewer of their batches."""
     return LOOK_S * max(1.0, owners / OWNERS_PER_LOOK)
 
 
@@ -44,8 +44,8 @@ class Entries(NamedTuple):
 
 
 def settle(pages: Entries, changes: Entries) -> Entries:
-    """The pages that remain of ``pages`` after ``changes``. ``pages`` may be in any order and may repeat; ``changes``
-    are in the order in which they happened."""
+    """Return the pages that remain of ``pages`` after ``changes``. ``pages`` may be in any order and may repeat;
+    ``changes`` are in the order in which they happened."""
     touched = np.isin(pages.fingerprints, changes.fingerprints)
     last = dict[tuple[int, int], tuple[int, int]]()
     for some in (part_of(pages, touched), changes):
@@ -58,12 +58,12 @@ def settle(pages: Entries, changes: Entries) -> Entries:
 
 
 def part_of(pages: Entries, which: npt.NDArray[np.bool_]) -> Entries:
-    """The entries that the mask ``which`` selects."""
+    """Return the entries that the mask ``which`` selects."""
     return Entries(pages.spans[which], pages.fingerprints[which], pages.marks[which])
 
 
 def join(parts: Sequence[Entries]) -> Entries:
-    """All ``parts`` as one, in order."""
+    """Return all ``parts`` as one, in order."""
     spans, prints, marks = zip(*parts, strict=True)
     return Entries(np.concatenate(spans), np.concatenate(prints), np.concatenate(marks))
 
@@ -77,10 +77,10 @@ class _Owner:
     next: int = 0
     queue: deque[tuple[Fingerprints, Marks]] = field(default_factory=deque)
     queued: int = 0
-    first: int = 0  # how many of ``queued`` the node had when the stream began
-    whole: bool = False  # the batch that completes those was sent
+    first: int = 0  # number of entries in ``queued`` that the node had when the stream began
+    whole: bool = False  # the batch that completes these entries was sent
     target: int = 0  # the placement that the owner is being updated to
-    due: int = 0  # how many of ``queued`` have to be sent before the owner is complete for ``target``
+    due: int = 0  # number of entries in ``queued`` to send before the owner is complete for ``target``
     placement: int = 0  # the placement for which the owner is complete once it has all batches sent so far
     sent: AnnounceBatch | None = None
 
@@ -102,7 +102,7 @@ class AnnouncePlan:
     """Decides what one node announces. The caller sends what ``batch`` returns, and reports the answer.
 
     Args:
-        node: its name.
+        node: the node's name.
         draw: returns numbers of streams that are unique in the pool.
     """
 
@@ -138,7 +138,7 @@ class AnnouncePlan:
             owner.drop()
 
     def add_all(self, pages: Entries) -> None:
-        """Take all pages of the node, as of the last ``apply``."""
+        """Add all pages of the node, as of the last ``apply``."""
         old, self._placement = self._placement, Placement(self._members)
         owned_before = old.owned(pages.spans)
         owned = self._placement.owned(pages.spans)
@@ -156,7 +156,7 @@ class AnnouncePlan:
             owner.target, owner.due = self._placement.number, owner.queued
 
     def apply(self, pages: Entries) -> None:
-        """Take pages that were stored and removed, in this order."""
+        """Apply these changes, stored and removed pages, in their order."""
         for name, mine in self._placement.shares(pages.spans):
             self._owners[name].add(pages.fingerprints[mine], pages.marks[mine])
 

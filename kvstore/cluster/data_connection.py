@@ -36,9 +36,9 @@ from kvstore.wire.data import (
     unpack_welcome,
 )
 
-LOOK_S: Final = 0.05  # how often a blocked send or receive checks its deadline
+LOOK_S: Final = 0.05  # interval at which a blocked send or receive checks its deadline
 STALL_S: Final = 2 * LOOK_S  # a longer gap between two checks is a stall of this process
-TLS_PIECE: Final = 256 << 10  # encrypted at a time
+TLS_PIECE: Final = 256 << 10  # bytes encrypted at a time
 BUFFERS_MAX: Final = 512  # buffers of one call; the kernel accepts 1024
 
 Buffer = bytes | bytearray | memoryview
@@ -50,14 +50,14 @@ class Stream:
     Life: made of a connected socket -> used -> ``close``, once, by its owner. After an error it must not be used.
 
     Args:
-        silence_s: how long the other end may send or accept no byte while we wait for it. With a ``rate_min``, it is
-            the largest ``delay_s``. May be changed.
+        silence_s: how long the other end may be silent (send or accept no byte) while we wait for it. With a
+            ``rate_min``, it is the largest ``delay_s``. May be changed.
         peer: the other end, for messages.
 
     Attributes:
         sent_bytes: how many bytes the kernel has accepted so far.
         rate_min: minimum bytes per second while we wait for them; 0 for none. May be changed.
-        delay_s: how much longer we have waited than the received bytes need at that rate.
+        delay_s: by how much our waiting has exceeded the time that the received bytes need at that rate.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float, peer: str) -> None:
@@ -88,7 +88,8 @@ class Stream:
 
         Raises:
             NodeUnavailable: the other end has gone.
-            DeadlineExceeded: it did not send all bytes in time, sent nothing for a while, or sent too slowly.
+            DeadlineExceeded: the other end did not send all bytes in time, sent nothing for a while, or sent too
+                slowly.
         """
         silence_s = self.silence_s if silence_s is None else silence_s
         have, size, flags = 0, len(view), 0 if self._tls else socket.MSG_WAITALL
@@ -124,7 +125,7 @@ class Stream:
         return unpack_head(self.receive(HEAD.size, deadline_s, silence_s))
 
     def receive_frame(self, kind: FrameKind, body_bytes_max: int, deadline_s: float) -> tuple[Head, bytearray]:
-        """Return the next frame. Raises as ``receive_head``, and WireError if it is of another kind."""
+        """Return the next frame. Raises as ``receive_head``, and WireError if the frame has another kind."""
         head = self.receive_head(deadline_s)
         if head.kind is not kind or head.body_bytes > body_bytes_max:
             raise WireError(f"{self._peer}: sent {head.kind.name} of {head.body_bytes} bytes, not {kind.name}")
@@ -135,7 +136,8 @@ class Stream:
 
         Raises:
             NodeUnavailable: the other end has gone.
-            DeadlineExceeded: it did not accept all bytes in time, or none for a while; some may have been sent.
+            DeadlineExceeded: the other end did not accept all bytes in time, or accepted none for a while. Some bytes
+                may have been sent.
         """
         views = [view.cast("B") for each in buffers if (view := memoryview(each)).nbytes]
         first, heard_s = 0, time.monotonic()
@@ -218,7 +220,7 @@ class Exchange(Protocol):
         ...
 
     def abort(self) -> None:
-        """End the connection now, from any thread; running sends fail."""
+        """End the connection now. Any thread may call this; sends in progress fail."""
         ...
 
     def reply(self, kind: FrameKind, *body: Buffer) -> None:
@@ -246,8 +248,9 @@ class DialCredentials:
     """A client's identity, and the authorities that it trusts. Never part of a message or a repr.
 
     Attributes:
-        token: "" for none; with a file, its first contents.
-        token_file: "" for none. Read for every connection, so a token may be replaced at run time.
+        token: the token, or "" for none. If there is a token file, its contents at the start.
+        token_file: path of a file with the token, or "". It is read for every connection, so that the token can be
+            replaced at run time.
         ca, cert, key: paths of PEM files; TLS is used if one of them, or ``server_name``, is given.
         server_name: the name in the server's certificate, if it differs from the address's host.
     """
@@ -279,7 +282,7 @@ class DialCredentials:
 
 
 UNIX: Final = "unix:"
-SILENCE_S: Final = 0.5  # a peer that owes bytes and sends none for this long counts as dead
+SILENCE_S: Final = 0.5  # a peer that has to send bytes and sends none for this time counts as dead
 
 
 class DataConnection:
@@ -291,7 +294,7 @@ class DataConnection:
     Attributes:
         welcome: the server's description of itself.
         broken: whether the connection must no longer be used.
-        fresh: whether it was opened for its first request, and not kept open since an earlier one.
+        fresh: whether the connection was just opened, rather than kept open since an earlier request.
     """
 
     def __init__(self, stream: Stream, welcome: Welcome) -> None:
@@ -316,10 +319,10 @@ class DataConnection:
 
         Args:
             tls: whether the server's connections are encrypted; None to decide by the credentials.
-            deadline_s: of ``time.monotonic()``.
+            deadline_s: a time of ``time.monotonic()``.
 
         Raises:
-            NodeUnavailable, DeadlineExceeded: nothing answers there.
+            NodeUnavailable, DeadlineExceeded: no server answers at this address.
             InvalidRequest: the address or a certificate is invalid; another server answers; or a token would be sent
                 unencrypted.
             Unauthenticated, VersionMismatch, TooManyCalls: the server refuses us.
@@ -481,7 +484,7 @@ def credentials_of(env: Mapping[str, str]) -> DialCredentials:
     for ``kv://`` addresses. The catalog's entry of a data server says whether its connections are encrypted.
 
     Raises:
-        InvalidRequest: the token's file cannot be read; names the variable.
+        InvalidRequest: the token's file cannot be read. The error names the variable.
     """
     token, file = env.get("KVSTORE_TOKEN", ""), env.get("KVSTORE_TOKEN_FILE", "")
     file = file if not token else ""

@@ -2,8 +2,8 @@
 
 Each connection has a thread. Its work is to send large pieces of memory, which the kernel does without holding the
 interpreter lock. A connection holds one request at a time and no reply, so memory is bounded by the number of
-connections. ``limits.Connections`` shares them between callers. A peer that reads slowly is waited for. A peer that
-reads nothing for a while is disconnected.
+connections. ``limits.Connections`` shares the connections between callers. The server waits for a peer that reads
+slowly, and disconnects a peer that reads nothing for a while.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class ServerLimits:
     """The limits of one server.
 
     Attributes:
-        connections_max: open connections of all callers; fewer if ``part`` of the process's descriptors is less.
+        connections_max: limit of open connections of all callers. The limit is lower if ``part`` of the process's
+            descriptors is less.
         part: see ``limits.connections_max``.
         hello_s: how long a client may take to identify itself.
         silence_s: how long a client may read nothing of a reply, or pause in the middle of a request.
@@ -71,10 +72,10 @@ class Server:
 
     Args:
         node: name of the node whose pages it serves.
-        handlers: by kind of request. The server answers PING itself.
+        handlers: kind of request -> handler. The server answers PING itself.
         admit: identifies a caller.
-        tls: None: connections are plain.
-        process: the number of this server; "": a random one.
+        tls: the TLS context; None if connections are plain.
+        process: the number of this server; "" for a random number.
     """
 
     def __init__(
@@ -156,12 +157,12 @@ class Server:
         return len(self._open)
 
     def answer(self, kind: FrameKind) -> Handler | None:
-        """The handler for requests of this kind, or None."""
+        """Return the handler for requests of this kind, or None."""
         return _pong if kind is FrameKind.PING else self._handlers.get(kind)
 
     def identify(self, connection: _Connection) -> None:
-        """Count the connection as its caller's, which is now known. Raises TooManyCalls if the caller has its share of
-        connections."""
+        """Count the connection for its caller, who is now known. Raises TooManyCalls if the caller already has its
+        share of connections."""
         self._guests.identify(connection.guest, connection.caller)
 
     def admit(self, hello: Hello, names: list[str]) -> Caller:
@@ -346,7 +347,7 @@ def _pong(exchange: Exchange, body: memoryview) -> None:
 
 
 def names_of(certificate: Mapping[str, Any] | None) -> list[str]:
-    """The common name and the alternative names in a verified certificate."""
+    """Return the common name and the alternative names in a verified certificate."""
     fields = certificate or {}
     names = [value for part in fields.get("subject", ()) for name, value in part if name == "commonName"]
     return names + [value for _, value in fields.get("subjectAltName", ())]

@@ -38,7 +38,7 @@ from kvstore.model.prefix import Fingerprints
 
 AGAIN: Final = -1
 GONE: Final = 0x80  # bit of a mark: the page was removed from that tier
-CHANGES_MIN: Final = 4096  # kept in addition to the table
+CHANGES_MIN: Final = 4096  # number of changes that are kept in addition to the table
 CHANGES_SHARE: Final = 32  # or this part of the table
 MERGED_MAX: Final = 1 << 16  # up to this many entries changes are merged before each read
 STREAMS_MAX: Final = 1 << 12  # an entry has bits for four times this number; the names fit an answer
@@ -59,8 +59,8 @@ class AnnounceBatch:
     """A batch of a node's stream to one owner.
 
     Attributes:
-        node: its name.
-        stream: drawn by the node.
+        node: the node's name.
+        stream: number of the stream, drawn by the node.
         number: number of the batch in its stream, starting at 0.
         fingerprints, marks: stored and removed pages, in order.
         whole: whether this batch completes the node's entries for this owner.
@@ -81,7 +81,7 @@ class Doubt(NamedTuple):
     """A node whose entries may be incomplete at an owner.
 
     Attributes:
-        node: its name; "": any node.
+        node: the node's name; "" stands for any node.
         placement: the number of the ``Placement`` for which the entries are complete; 0 if for none, so any may be
             missing.
     """
@@ -119,11 +119,11 @@ class Directory:
     """The entries of one owner.
 
     Args:
-        bytes_max: memory of the entries. Entries that do not fit are dropped, so those pages are not found through this
-            owner.
+        bytes_max: limit of the entries' memory. Entries that do not fit are dropped, so their pages are not found
+            through this owner.
 
     Attributes:
-        refused: entries that did not fit.
+        refused: number of entries that did not fit.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -136,7 +136,7 @@ class Directory:
         self.refused = 0
 
     def __len__(self) -> int:
-        """The number of entries."""
+        """Return the number of entries."""
         self._merge()
         return len(self._table)
 
@@ -177,12 +177,12 @@ class Directory:
         return streams[-1].placement if streams else 0
 
     def forget(self, node: str) -> None:
-        """Drop the entries of a node that has gone."""
+        """Drop the entries of a node that is no longer a member."""
         for stream in self._streams.get(node, [])[:]:
             self._end(node, stream)
 
     def find(self, pages: Fingerprints, most: int = PER_PAGE_MAX) -> Locations:
-        """Return known locations of these pages, at most ``most`` entries for each."""
+        """Return the known locations of these pages, at most ``most`` entries per page."""
         if len(self._table) <= MERGED_MAX:
             self._merge()
         rows = _rows(self._table, pages, most)
@@ -231,7 +231,7 @@ class Directory:
     # --- entries ----------------------------------------------------------------------------------------------------
 
     def _change(self, stream: _Stream, batch: AnnounceBatch) -> None:
-        """Take in stored and removed pages; if an entry is named twice, the later one counts."""
+        """Apply stored and removed pages. If an entry is named twice, the later one counts."""
         low = np.uint64(stream.place << 2) | (batch.marks & 3).astype(np.uint64)
         entries = batch.fingerprints & _HIGH | low
         order = np.argsort(entries, kind="stable")
@@ -264,7 +264,7 @@ def page_entries(pages: Fingerprints, marks: Marks) -> Fingerprints:
 
 
 def _without(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return sorted ``entries`` without those in the sorted ``others``."""
+    """Return the sorted ``entries`` that are not in the sorted ``others``."""
     if not len(entries) or not len(others):
         return entries
     at = np.searchsorted(entries, others)
@@ -379,7 +379,8 @@ class Placement:
 
 
 def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    2014)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

@@ -60,7 +60,7 @@ Body = bytes | bytearray | memoryview
 
 @lru_cache(maxsize=256)
 def _pack_namespace(namespace: Namespace) -> bytes:
-    """The part at the start of FIND and HOLD that names the owner of the pages."""
+    """Return the part at the start of FIND and HOLD that names the owner of the pages."""
     salt, adapter = namespace.salt.encode(), namespace.adapter.encode()
     return _NAMESPACE.pack(namespace.fingerprint, len(salt), len(adapter)) + salt + adapter
 
@@ -115,7 +115,7 @@ def unpack_hold(body: Body) -> tuple[Namespace, list[bytes], bool]:
 
 
 def pack_found(locations: Locations) -> bytes:
-    """The body of FOUND, with only the names that occur in rows."""
+    """Return the body of FOUND, with only the names that occur in rows."""
     occurs = np.zeros(len(locations.names), np.bool_)
     occurs[locations.nodes] = True
     nodes = (occurs.cumsum(dtype="<u2") - np.uint16(1))[locations.nodes]
@@ -154,7 +154,7 @@ def unpack_found(body: Body, count: int) -> Locations:
 
 
 def pack_announce(batch: AnnounceBatch, daemon: int) -> bytes:
-    """The body of ANNOUNCE. ``daemon`` is the number in the node's catalog entry."""
+    """Return the body of ANNOUNCE. ``daemon`` is the number in the node's catalog entry."""
     name = batch.node.encode()
     head = _ANNOUNCE.pack(daemon, batch.stream, batch.number, batch.placement, len(batch.marks), batch.whole, len(name))
     return b"".join((head, name, batch.fingerprints.astype("<u8", copy=False).tobytes(), batch.marks.tobytes()))
@@ -178,12 +178,12 @@ def unpack_announce(body: Body) -> tuple[AnnounceBatch, int]:
 
 
 def pack_announced(number: int) -> bytes:
-    """The body of ANNOUNCED. ``number``: of the next batch."""
+    """Return the body of ANNOUNCED. ``number`` is the number of the next batch."""
     return _ANNOUNCED.pack(number)
 
 
 def unpack_announced(body: Body) -> int:
-    """The number of the next batch. Raises WireError if the body is invalid."""
+    """Return the number of the next batch. Raises WireError if the body is invalid."""
     if len(body) != _ANNOUNCED.size:
         raise WireError(f"announced: {len(body)} bytes")
     (number,) = _ANNOUNCED.unpack(body)
@@ -191,12 +191,12 @@ def unpack_announced(body: Body) -> int:
 
 
 def pack_list(node: str, start: int) -> bytes:
-    """The body of LIST."""
+    """Return the body of LIST."""
     return _LIST.pack(start) + node.encode()
 
 
 def unpack_list(body: Body) -> tuple[str, int]:
-    """The node and the first entry in a LIST. Raises WireError if the body is invalid."""
+    """Return the node and the first entry in a LIST. Raises WireError if the body is invalid."""
     try:
         (start,) = _LIST.unpack_from(body)
         return bytes(body[_LIST.size :][: NAME_BYTES_MAX + 1]).decode(), start
@@ -205,7 +205,7 @@ def unpack_list(body: Body) -> tuple[str, int]:
 
 
 def pack_listed(entries: Fingerprints) -> bytes:
-    """The body of LISTED."""
+    """Return the body of LISTED."""
     assert len(entries) <= LISTED_MAX
     return entries.astype("<u8", copy=False).tobytes()
 
@@ -225,7 +225,7 @@ BY_NODE: Final = ("peers", "heard_ago_s")
 
 
 def state_page(state: dict[str, Any], after: str) -> dict[str, Any]:
-    """The page of ``state`` that follows the name ``after``."""
+    """Return the page of ``state`` that follows the name ``after``."""
     names = sorted({name for field in BY_NODE for name in state[field] if name > after})
     page = frozenset(names[:PAGE_NAMES])
     return {

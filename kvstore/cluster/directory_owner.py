@@ -19,22 +19,22 @@ from kvstore.cluster.announce_plan import pause_s
 from kvstore.cluster.directory import AGAIN, AnnounceBatch, Directory, Doubt, Placement
 
 IDLE_S: Final = 1.0  # a node without news for an owner sends an empty batch after this time
-LATE_S: Final = 1.5  # a node that has sent nothing for this time, plus two of its pauses, may have news
+LATE_S: Final = 1.5  # a node that has sent nothing for this time, plus two of its pauses, might have news
 SILENT_S: Final = 3.0  # an announcing node that the catalog does not list is forgotten after this time of silence
 VIEWS_MAX: Final = 4  # sets of members to remember
-DOUBTS_MAX: Final = 64  # in one answer
+DOUBTS_MAX: Final = 64  # number of doubts in one answer
 CACHE_S: Final = 0.1  # a list of doubts is reused for this time
 
 
 class DirectoryOwner:
-    """See the module. Time arrives as ``now_s``, of one clock.
+    """See the module. The caller passes the time as ``now_s``, always of the same clock.
 
     Args:
         bytes_max: see ``Directory``.
 
     Attributes:
         directory: the entries.
-        heard_s: when each node last sent a batch.
+        heard_s: node -> time of its last batch.
     """
 
     def __init__(self, bytes_max: int) -> None:

@@ -23,7 +23,7 @@ from kvstore.wire.data import FrameKind, Namespace, WireError
 
 OWNER_S: Final = 0.3  # how long to wait for an owner's answer
 CACHE_S: Final = 1.0
-CACHE_MAX: Final = 64  # answers
+CACHE_MAX: Final = 64  # answers in the cache
 ROUNDS_SILENT: Final = OWNERS + 1  # rounds without an answer: each owner of a span, then the node itself
 OLDER_MAX: Final = 4  # earlier placements to remember
 
@@ -36,7 +36,7 @@ class _Scope(NamedTuple):
     placement: int
 
     def request(self, question: Question) -> tuple[FrameKind, bytes]:
-        """The kind and the body of the message for ``question``."""
+        """Return the kind and the body of the message for ``question``."""
         if question.keys is not None:
             return FrameKind.HOLD, pack_hold(self.namespace, question.keys, self.closed)
         return FrameKind.FIND, pack_find(self.namespace, question.pages, self.placement)
@@ -72,10 +72,10 @@ class Finder:
         no node has.
 
         Args:
-            namespace: of the pages. Nodes check whether this caller may read them.
-            keys: of the chain from its root.
-            deadline_s: of ``time.monotonic()``. Each owner of a span, and each node that is asked itself, gets at most
-                ``OWNER_S`` to answer.
+            namespace: namespace of the pages. Nodes check whether this caller may read them.
+            keys: keys of the chain from its root.
+            deadline_s: a time of ``time.monotonic()``. Each owner of a span, and each node that is asked about its own
+                pages, gets at most ``OWNER_S`` to answer.
             without: nodes to leave out.
             closed: a node that has a page also has all pages before it.
         """
@@ -105,7 +105,7 @@ class Finder:
                 self._cache.popitem(last=False)
 
     def _placement(self, view: PoolView) -> tuple[Placement, dict[int, Placement]]:
-        """The current placement, and earlier ones by their numbers."""
+        """Return the current placement, and earlier ones by their numbers."""
         last_view, placement, older = self._placements
         if view is not last_view:
             if placement.nodes != tuple(sorted(view.peers)):
@@ -128,8 +128,8 @@ class Finder:
     def _round(
         self, scope: _Scope, view: PoolView, questions: list[Question], deadline_s: float
     ) -> list[Locations | None]:
-        """Ask all questions at the same time. A question without an answer gets None. A question whose connection was
-        stale is sent again over another one."""
+        """Ask all questions at the same time. A question without an answer gets None. If a question's connection was
+        stale, the question is sent again over another connection."""
         until_s = min(deadline_s, time.monotonic() + OWNER_S)
         answers: list[Locations | None] = [None] * len(questions)
         indices = list(range(len(questions)))
@@ -171,8 +171,8 @@ class Finder:
         return stale
 
     def _stale(self, peer: PoolNode, connection: DataConnection, error: KVStoreError) -> bool:
-        """Whether the connection was stale, so that the peer may be asked again. If the connection broke for another
-        reason, the peer counts as dead."""
+        """Return whether the connection was stale, so that the peer may be asked again. If the connection broke for
+        another reason, the peer counts as dead."""
         if self._links.stale(peer, connection, error):
             return True
         if connection.broken or isinstance(error, WireError):

@@ -1,9 +1,9 @@
 """Search: which nodes to ask for the pages of a chain, and what their answers mean. Pure; ``cluster.find_pages`` asks.
 
-In a closed chain, a node that has a page also has all pages before it. So at first only the last pages of spans are
-asked for: that of the last span, and of enough others that no long run of spans stays unknown. One owner answers for
-all spans that it owns. Then the search asks for all pages of the spans between the last page that some node has and the
-first page that no node has::
+In a closed chain, a node that has a page also has all pages before it. So the first questions are only about the last
+pages of spans: of the last span, and of enough other spans that no long run of spans stays unknown. One owner answers
+for all spans that it owns. Then the search asks for all pages of the spans between the last page that some node has and
+the first page that no node has::
 
     spans       0 1 2 3 4 5 6 7 8     (nodes have 0 to 5, and half of 6)
     round 1         x     x   x x     two owners are asked; one of them owns three of the spans
@@ -68,11 +68,11 @@ class Search:
     there is no time -> ``result``.
 
     Args:
-        keys: of the chain from its root.
+        keys: keys of the chain from its root.
         first: the first page to find.
-        nodes: the nodes that may be in the result.
+        nodes: the nodes that are allowed in the result.
         closed: a node that has a page also has all pages before it.
-        turn: any number; it chooses among nodes that have the same pages.
+        turn: any number. It decides which of several nodes with the same pages is chosen.
         older: earlier placements by their numbers.
     """
 
@@ -122,13 +122,13 @@ class Search:
         return [self._of_all(*each) for each in fewest(owned, unclear & rest & ~self._full.spans).items()]
 
     def take_answer(self, question: Question, answer: Locations) -> None:
-        """Take the answer to a question."""
+        """Handle the answer to a question."""
         if question.keys is None:
             self._note(question, answer.doubts)
         self._answers.append((question.places, answer))
         nodes, pages = answer.nodes.tolist(), answer.pages.tolist()
         best: tuple[int, int, int] | None = None
-        for row in reversed(range(len(pages))):  # they are in order
+        for row in reversed(range(len(pages))):  # the rows are in order of pages
             place = question.places[pages[row]]
             if place <= self._last or (best is not None and place < -best[0]):
                 break
@@ -140,7 +140,7 @@ class Search:
             self._last, self._holder = -best[0], holder
 
     def result(self) -> list[Stretch]:
-        """The result so far: the places of the leading pages, as consecutive stretches."""
+        """Return the result so far: the places of the leading pages, as consecutive stretches."""
         if not self._closed:
             return stretches(_merge(self._answers, self._first), len(self._keys) - self._first, self._nodes)
         tiers = dict[int, int]()
@@ -169,7 +169,7 @@ class Search:
         self._answers_of[place] = self._answers_of.get(place, 0) | spans
 
     def _owned_before(self, owner: str, placement: int) -> int:
-        """The spans that ``owner`` already owned in the placement with this number; none if that placement is
+        """Return the spans that ``owner`` already owned in the placement with this number; none if that placement is
         unknown."""
         old = self._older.get(placement)
         if old is None or owner not in old.nodes:
@@ -214,8 +214,8 @@ class Search:
         return sum(1 << span for span in _bits(every) if not pages[self._spans.firsts[span] : lasts[span] + 1].all())
 
     def _unknown(self, node: str, rest: int) -> int:
-        """The spans in ``rest`` of which this node may have more than it announced. In a closed chain it has nothing
-        after a span whose last page it certainly lacks."""
+        """Return the spans in ``rest`` of which this node might have more pages than it announced. In a closed chain,
+        it has nothing after a span whose last page it certainly lacks."""
         ends = self._ends.sure(node) & rest if self._closed else 0
         return rest & ~self._full.sure(node) & ((ends & -ends) * 2 - 1 if ends else -1)
 
@@ -244,7 +244,7 @@ class _Coverage:
     that node as one whose entries may be incomplete.
 
     Attributes:
-        spans: a bit for each.
+        spans: one bit per span.
     """
 
     def __init__(self) -> None:
@@ -323,7 +323,7 @@ def fewest(owned: Mapping[int, int], spans: int) -> dict[int, int]:
 
 
 def _bits(word: int) -> list[int]:
-    """The numbers of the bits that are set, ascending."""
+    """Return the numbers of the bits that are set, ascending."""
     return [at for at in range(word.bit_length()) if word >> at & 1]
 
 
@@ -356,7 +356,7 @@ def _ends(has: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 def _merge(answers: list[tuple[list[int], Locations]], first: int) -> Locations:
-    """All answers as one, with places counted from page ``first``."""
+    """Return all answers as one, with places counted from page ``first``."""
     names: list[str] = []
     pages, nodes, tiers = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
     for places, answer in answers:

@@ -1,4 +1,4 @@
-"""Membership: publishes a daemon in the catalog of its pool, and knows the other members.
+"""Membership: publishes a daemon in the catalog of its pool, and follows the other members.
 
 ``Presence`` keeps entries published while their process lives and reaches the catalog. ``elect`` elects one leader at a
 time, over any catalog. ``Membership`` uses both, in a thread of its own.
@@ -32,12 +32,12 @@ RETRY_S: Final = 0.5
 class Presence:
     """Publishes entries under a session. After an outage that ended the session, it publishes them under a new one.
 
-    An entry names one identity. If another process has published that entry, ours is not published: the second process
-    of one name loses. ``Presence`` recognises its own entries by their bytes, so every value contains a random number
-    of its process.
+    An entry names one identity. If another process has published that entry, ours is not published: of two processes
+    with the same name, the second one fails. ``Presence`` recognises its own entries by their bytes, so every value
+    contains a random number of its process.
 
     Args:
-        ttl_s: how long the entries stay after this process died or was cut off.
+        ttl_s: how long the entries stay after this process has died or was cut off.
         health: notes whether all entries are published.
         session_health: notes the session's renewals.
     """
@@ -76,7 +76,7 @@ class Presence:
 
         Args:
             permanent: entries that are published only if the key is free, and that stay after ``close``.
-            former: the value that a dead process published under these keys; it is replaced at once.
+            former: the value that a dead process published under these keys. It is replaced at once.
             former_key: another key of a dead process; its entry is removed once ours are published.
 
         Raises:
@@ -235,10 +235,10 @@ class Membership:
     """A daemon's membership, from ``start`` to ``stop``. It has a thread with an event loop; any thread may call the
     methods.
 
-    While the catalog is away, a daemon continues with the members it knows, and publishes itself again once the catalog
-    is back. Each of its tasks is tried again after any error, see ``TaskHealth``: ``watch`` follows the members,
-    ``session`` renews our session, ``presence`` keeps our entries published, ``election`` takes part in the election of
-    a leader, and ``election_watch`` waits until the current leader is gone.
+    While the catalog is not reachable, a daemon continues with the members that it knows. Once the catalog is
+    reachable, the daemon publishes itself again. Each of its tasks is tried again after any error, see ``TaskHealth``:
+    ``watch`` follows the members, ``session`` renews our session, ``presence`` keeps our entries published,
+    ``election`` takes part in the election of a leader, and ``election_watch`` waits until the current leader is gone.
 
     Raises:
         InvalidRequest: the catalog's URL is not valid.
@@ -271,7 +271,7 @@ class Membership:
         former_name: str = "",
         on_final: Callable[[VersionMismatch], None] = lambda error: None,
     ) -> None:
-        """Publish ``mine``. When this returns, all other members are known.
+        """Publish ``mine``, and wait until all other members are known.
 
         Args:
             on_change: called in Membership's thread whenever a node or engine joins, changes or leaves. It must not
@@ -327,7 +327,7 @@ class Membership:
         return lead[1] if lead is not None and lead[0].alive else None
 
     def stop(self) -> None:
-        """Leave the pool. Other members see it at once."""
+        """Leave the pool. Other members notice at once."""
         if self._thread.ident is None or self._loop.is_closed():
             return
         with contextlib.suppress(DeadlineExceeded):
@@ -342,8 +342,8 @@ class Membership:
 
     @property
     def heard_s(self) -> float:
-        """When the watch last gave a sign of life, by ``boot_s``; 0 if never. Everything known here is at least as
-        recent."""
+        """When the watch last gave a sign of life, by ``boot_s``; 0 if never. Everything that this object knows is at
+        least as recent."""
         return self._health["watch"].succeeded_s
 
     def status(self) -> dict[str, Any]:
@@ -362,7 +362,7 @@ class Membership:
         return "; ".join(f"membership: {each}" for each in faults if each)
 
     def nodes(self) -> list[NodeEntry]:
-        """The nodes of the pool, including this one, by name."""
+        """Return the nodes of the pool, including this one, by name."""
         members, nodes = self._nodes
         if members is not self._members:  # cached, because some callers ask for every message
             members, nodes = self._members, schema.decode_all(NodeEntry, self._below(NodeEntry))
@@ -375,7 +375,7 @@ class Membership:
         return self._secret
 
     def engines(self) -> list[EngineEntry]:
-        """The engines of the pool, including this one, by name."""
+        """Return the engines of the pool, including this one, by name."""
         return schema.decode_all(EngineEntry, self._below(EngineEntry))
 
     def clusters(self) -> list[ClusterEntry]:
@@ -459,7 +459,7 @@ class Membership:
                 self._on_change()
 
     def _learn_secret(self, entry: Entry | None) -> None:
-        """Take the pool's secret from its entry, and publish it again if the catalog is ever recreated without it."""
+        """Read the pool's secret from its entry. If the catalog is ever recreated without it, publish it again."""
         secret = schema.decode_secret(entry.value) if entry is not None else None
         if secret is not None and entry is not None and self._presence is not None:
             self._secret = secret
@@ -497,10 +497,10 @@ def host() -> str:
 
 
 def reachable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """The addresses of a server, without those that only this machine can use.
+    """Return the addresses of a server, without those that only this machine can use.
 
     Raises:
-        InvalidRequest: an address means all addresses of this machine. Another machine would connect to itself.
+        InvalidRequest: an address is a wildcard. A peer on another machine would connect to itself.
     """
     remote = tuple(each for each in addresses if not each.startswith("unix:"))
     for each in remote:

@@ -1,8 +1,8 @@
-"""NixlTransport: reads pages one-sidedly with NIXL: over shared memory, TCP, or RDMA if its backend finds it.
+"""NixlTransport: reads pages one-sidedly with NIXL: over shared memory, TCP, or RDMA if NIXL's backend supports it.
 
 The source node lends the pages (LEND): it proves them and takes a lease. NIXL then reads their bytes without the data
-server. Afterwards the data server says which pages were unchanged (RETURN), and this end compares the checksums. Bytes
-that are late may still arrive later, so memory is not reused before its read has ended:
+server. Afterwards the data server says which pages were unchanged (RETURN), and this end compares the checksums. Late
+bytes may still arrive, so memory is not reused before its read has ended:
 
 - Pages that are stored in our own node are read into their frames. If bytes are late, the frames stay reserved.
 - All other pages are read into memory of the transport, and copied from there. Late memory stays with the transport.
@@ -53,7 +53,7 @@ PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 BACKEND: Final = "UCX"
 DRAM, VRAM = "DRAM", "VRAM"  # NIXL's names of kinds of memory
 PREPARED_MAX: Final = 256  # descriptor lists of other nodes' extents to keep
-PAUSE_S: Final = 50e-6  # between two checks whether a read has ended
+PAUSE_S: Final = 50e-6  # pause between two checks whether a read has ended
 
 Rows = npt.NDArray[np.uint8]
 
@@ -69,10 +69,10 @@ def missing() -> str:
 class NixlAgent:
     """One agent. Threads share it; one thread at a time calls NIXL.
 
-    Life: made, which takes half a second -> memory is registered, other agents are met -> dropped, with all of that.
+    Life: made, which takes half a second -> memory is registered and other agents are met -> dropped, and both with it.
 
     Args:
-        name: unique among all agents that it meets.
+        name: a name that is unique among all agents that it meets.
 
     Raises:
         Unavailable: the package is missing, or cannot be used.
@@ -105,7 +105,7 @@ class NixlAgent:
             self._agent.register_memory([(address, nbytes, device, "")], kind)
 
     def metadata(self) -> bytes:
-        """The bytes that another agent needs in order to meet this one. Raises Unavailable."""
+        """Return the bytes that another agent needs in order to meet this one. Raises Unavailable."""
         with self._locked("has no metadata"):
             return bytes(self._agent.get_agent_metadata())
 
@@ -155,7 +155,7 @@ class NixlAgent:
         return NixlRead(self, into, reads)
 
     def _frames_of(self, name: str, run: LentRun, offset: int, length: int, kind: str, device: int) -> Any:
-        """The prepared list of this part of every frame of an extent."""
+        """Return the prepared list of this part of every frame of an extent."""
         key = name, run.address, run.frames, run.stride, offset, length, kind, device
         if key not in self._frame_lists:
             row = np.array([[run.address + offset, length, device, run.stride, run.frames]], np.uint64)
@@ -166,8 +166,8 @@ class NixlAgent:
         return self._frame_lists[key]
 
     def transfer(self, read: Any) -> str:
-        """Post a read, and return its state as ``state`` does. Raises Unavailable: the read may have been posted or
-        not."""
+        """Post a read, and return its state as ``state`` does. Raises Unavailable: the read might or might not have
+        been posted."""
         with self._locked("cannot read"):
             return str(self._agent.transfer(read))
 
@@ -207,11 +207,12 @@ class NixlRead:
         self._reads = reads
 
     def begin(self) -> None:
-        """Post the reads. Raises Unavailable: some may have been posted."""
+        """Post the reads. Raises Unavailable: some reads might have been posted."""
         self._reads = [read for read in self._reads if self._agent.transfer(read) != "DONE"]
 
     def is_over(self) -> bool:
-        """Whether all bytes have arrived. Raises Unavailable if some never will; others may still arrive later."""
+        """Return whether all bytes have arrived. Raises Unavailable if some bytes never will; others may still arrive
+        later."""
         while self._reads:
             state = self._agent.state(self._reads[-1])
             if state == "PROC":
@@ -222,7 +223,8 @@ class NixlRead:
         return True
 
     def wait(self, until_s: float) -> bool:
-        """Wait until ``is_over``, but not after ``until_s``. Returns whether it is over. Raises as ``is_over``."""
+        """Wait until ``is_over``, but not after ``until_s``. Returns whether all reads are over. Raises as
+        ``is_over``."""
         while not self.is_over():
             if time.monotonic() >= until_s:
                 return False
@@ -243,7 +245,7 @@ def _api() -> Any:
     raise Unavailable(f"nixl: {missing()}")
 
 
-CHUNK_BYTES: Final = 8 << 20  # read at a time; at least one page
+CHUNK_BYTES: Final = 8 << 20  # bytes read at a time; at least one page
 CHUNKS_MAX: Final = 2  # chunks of one call in flight
 LANDING_BYTES_MAX: Final = 128 << 20  # memory of the transport, including late memory
 LATE_BYTES_MAX: Final = 256 << 20  # bytes that may still arrive; with more, nothing is read
@@ -260,7 +262,7 @@ class _RemoteAgent:
 
 @dataclass
 class _LateReads:
-    """Reads that did not end in time, and a function to call when they have."""
+    """Reads that did not end in time, and a function to call once they have ended."""
 
     reads: list[NixlRead]
     nbytes: int
@@ -369,7 +371,7 @@ class NixlTransport:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _register_root(self, agent: NixlAgent, places: Places) -> bool:
-        """Register the memory that contains all these places. Returns False if it is more than one piece."""
+        """Register the memory that contains all these places. Returns False if the memory is more than one piece."""
         root = places[0]
         while isinstance(root.base, np.ndarray):
             root = root.base
@@ -510,7 +512,7 @@ _AGENTS_IN_USE: list[
 
 
 def _part(runs: list[LentRun], first: int, pages: int) -> list[LentRun]:
-    """The runs that contain pages ``first`` to ``first + pages``."""
+    """Return the runs that contain pages ``first`` to ``first + pages``."""
     part, at = [], 0
     for run in runs:
         start, stop = max(first, at), min(first + pages, at + run.pages)
@@ -521,7 +523,7 @@ def _part(runs: list[LentRun], first: int, pages: int) -> list[LentRun]:
 
 
 def _first_bad(chunk: _Chunk, loan: Loan, request: ReadRequest) -> int:
-    """How many leading pages of a chunk have the checksums from the loan."""
+    """Return how many leading pages of a chunk have the checksums from the loan."""
     for page, row in enumerate(chunk.rows):
         sums = loan.sums[chunk.first + page]
         if (sums_of(row.reshape(1, -1), request.pieces)[0] != sums).any():

@@ -34,11 +34,11 @@ from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unaut
 from kvstore.model.replica import Tier
 from kvstore.wire.data import ReadRequest
 
-LAST_RESORT: Final = "tcp"  # what every data server speaks
+LAST_RESORT: Final = "tcp"  # the transport that every data server offers
 FAILED_MIN_S, FAILED_MAX_S = 5.0, 300.0  # how long a transport that failed is left out
 STALE_S: Final = 600.0  # a speed that is this old is measured again
 SAMPLE_BYTES: Final = 1 << 20  # smaller reads measure latency, not speed
-WEIGHT: Final = 0.25  # of the newest measurement
+WEIGHT: Final = 0.25  # weight of the newest measurement
 PEERS_MAX: Final = 256  # peers to remember; the one that was read from least recently is forgotten
 
 
@@ -53,11 +53,11 @@ class _Speed:
 
 
 class TransportPlan:
-    """The plan of one process. Used by one thread at a time. Time comes with each call.
+    """The plan of one process. Used by one thread at a time. Each call passes the time.
 
     Args:
-        expected: the bytes per second that each transport counts for until it is measured; 0: it is not chosen from
-            among several before it is measured.
+        expected: the bytes per second that each transport counts for until it is measured; 0 means that it is not
+            preferred to another transport before it is measured.
     """
 
     def __init__(self, expected: Mapping[str, float]) -> None:
@@ -65,20 +65,20 @@ class TransportPlan:
         self._peers: OrderedDict[str, dict[str, _Speed]] = OrderedDict()
 
     def order(self, peer: str, fit: Sequence[str], now_s: float) -> list[str]:
-        """The transports to try for the next read, best first. The last resort is among them."""
+        """Return the transports to try for the next read, best first. The last resort is among them."""
         ready = [name for name in fit if now_s >= self._speed_of(peer, name).until_s]
         ranking = [name for name in ready if self.speed(peer, name)] or ready
         ranking.sort(key=lambda name: -self.speed(peer, name))
         return ranking if LAST_RESORT in ranking else [*ranking, LAST_RESORT]
 
     def to_measure(self, peer: str, fit: Sequence[str], now_s: float) -> list[str]:
-        """Fit transports without a recent measurement. They may be faster than the one in use."""
+        """Return the fit transports without a recent measurement. They might be faster than the transport in use."""
         in_use = self.order(peer, fit, now_s)[0]
         others = {name: self._speed_of(peer, name) for name in fit if name != in_use}
         return [name for name, each in others.items() if now_s >= each.until_s and _stale(each, now_s)]
 
     def speed(self, peer: str, name: str) -> float:
-        """Bytes per second of the transport, measured or expected; 0 if unknown."""
+        """Return the transport's bytes per second, measured or expected; 0 if unknown."""
         return self._speed_of(peer, name).bytes_per_s or self._expected.get(name, 0.0)
 
     def note_success(self, peer: str, name: str, nbytes: int, seconds: float, now_s: float) -> None:
@@ -92,7 +92,7 @@ class TransportPlan:
             its.measured_s = now_s
 
     def note_failure(self, peer: str, name: str, now_s: float) -> float:
-        """Record that the transport failed or was too slow. Returns for how many seconds it is left out."""
+        """Record that the transport failed or was too slow. Return for how many seconds the transport is left out."""
         its = self._speed_of(peer, name)
         its.failures += 1
         pause_s = min(FAILED_MAX_S, FAILED_MIN_S * 2 ** min(its.failures - 1, 16))
@@ -112,7 +112,8 @@ def _stale(speed: _Speed, now_s: float) -> bool:
 
 
 def fit_for(ours: Mapping[str, str], offered: Sequence[str]) -> dict[str, str]:
-    """For each transport of either end, why it cannot be used to a node that offers ``offered``; "" if it can.
+    """Return, for each transport of either end, why it cannot be used with a node that offers ``offered``; "" if it
+    can.
 
     Args:
         ours: for each transport of this process, why it is unavailable here; "" if it is available.
@@ -125,10 +126,10 @@ def fit_for(ours: Mapping[str, str], offered: Sequence[str]) -> dict[str, str]:
     return reasons
 
 
-MEASURE_BYTES: Final = 8 << 20  # how much a measurement reads; at least one page
-MEASURE_S: Final = 10.0  # for a measurement; its first read may have to connect
+MEASURE_BYTES: Final = 8 << 20  # bytes that a measurement reads; at least one page
+MEASURE_S: Final = 10.0  # time for a measurement; its first read may have to connect
 MEASURE_SILENCE_S: Final = 5.0
-CLOSE_S: Final = 1.0  # how long ``close`` waits for a running measurement
+CLOSE_S: Final = 1.0  # how long ``close`` waits for a measurement in progress
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -211,7 +212,7 @@ class PageMover:
     def _note_success(
         self, peer: PoolNode, name: str, request: ReadRequest, result: PullResult, began_s: float
     ) -> None:
-        """Record how fast the read was, and begin to measure transports that may be faster."""
+        """Record how fast the read was, and start measuring transports that might be faster."""
         now_s, nbytes = time.monotonic(), result.pages * request.length
         if nbytes < SAMPLE_BYTES or set(result.tiers) != {Tier.DRAM}:  # this would measure another tier
             nbytes = 0

@@ -1,8 +1,8 @@
 """The nodes of a pool as one node knows them, and open connections to their data servers.
 
 **PeersFile** reads the list of nodes from a small file in the node's folder. The node's data server writes it
-(``node.cluster.data_server``). The daemon and its clients read it, and never ask the catalog. While the catalog is away
-the last view stays; ``heard_s`` says how old it is.
+(``node.cluster.data_server``). The daemon and its clients read it, and never ask the catalog. While the catalog is not
+reachable, the last view stays; ``heard_s`` says how old it is.
 
 **PeerLinks** keeps connections open between requests, and remembers data servers that are not responding. After one
 failure a data server counts as dead, and no request waits for it. A thread probes dead data servers from time to time,
@@ -31,7 +31,7 @@ from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import Hello, WireError
 
 NAME: Final = "peers"
-LOOK_NS: Final = 100_000_000  # between two looks at the file, so that a miss does not cost one
+LOOK_NS: Final = 100_000_000  # between two looks at the file, so that not every miss looks at it
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class PoolNode:
     """A node with a live data server.
 
     Attributes:
-        name: of the node.
+        name: name of the node.
         process: a random number of its data server's process.
-        incarnation: of the node's memory, 16 hex digits.
+        incarnation: incarnation of the node's memory, 16 hex digits.
         addresses: HOST:PORT of its data server, best first.
         tls: whether connections to it are encrypted.
         transports: the transports that its pages may be sent over.
-        tls_name: the name in its certificate; "": the address.
+        tls_name: the name in the data server's certificate; "" if that is the address.
     """
 
     name: str
@@ -62,10 +62,10 @@ class PoolView:
     """One node's view of its pool.
 
     Attributes:
-        pool: its name.
+        pool: the pool's name.
         node: the node whose view it is.
         heard_s: when the catalog last gave a sign of life, in seconds since the machine's start.
-        peers: by name, including the node itself.
+        peers: name -> node, including the node itself.
     """
 
     pool: str
@@ -104,7 +104,7 @@ class PeersFile:
         self._look_ns = 0
 
     def look(self) -> PoolView | None:
-        """The view, at most ``LOOK_NS`` old. None if the node is not in a cluster."""
+        """Return the view, at most ``LOOK_NS`` old. None if the node is not in a cluster."""
         now_ns = time.monotonic_ns()
         if now_ns < self._look_ns:
             return self._last[1]
@@ -123,7 +123,7 @@ class PeersFile:
 
 
 def _read(path: Path) -> PoolView | None:
-    """The view in a file; None if the file is not a plain file, or is invalid."""
+    """Return the view in a file; None if the file is not a plain file, or is invalid."""
     try:
         document = json.loads(read_plain(path))
         peers = [PoolNode(**_tuples(_known_fields(PoolNode, each))) for each in document["peers"]]
@@ -152,12 +152,12 @@ T = TypeVar("T")
 
 
 class StaleConnection(NodeUnavailable):
-    """A connection that was kept open has ended. Its server is not known to be dead, and may be asked once more."""
+    """A connection that was kept open has ended. Its server might be alive, and is asked once more."""
 
 
 @dataclass
 class _Dead:
-    """A data server that did not answer: since when, and when it is probed next."""
+    """A data server that is not responding: since when, and when it is probed next."""
 
     peer: PoolNode
     since_s: float
@@ -184,7 +184,7 @@ class PeerLinks:
         self._closed = threading.Event()
 
     def dead(self, peer: PoolNode) -> bool:
-        """Whether the data server failed to answer, and has not answered since."""
+        """Return whether the data server failed to answer, and has not answered since."""
         return peer.process in self._dead
 
     @contextlib.contextmanager
@@ -238,7 +238,7 @@ class PeerLinks:
             use: may be called twice.
 
         Raises:
-            KVStoreError: as ``to``, and those that ``use`` raises.
+            KVStoreError: as for ``to``, and the errors that ``use`` raises.
         """
         try:
             with self.to(peer, deadline_s, silence_s) as connection:
@@ -248,8 +248,8 @@ class PeerLinks:
                 return use(connection)
 
     def stale(self, peer: PoolNode, connection: DataConnection, error: KVStoreError) -> bool:
-        """Whether a connection that failed with this error was kept open since an earlier request, and has just ended.
-        If so, the other idle connections to the server are closed too."""
+        """Return whether a connection that failed with this error was kept open since an earlier request, and has just
+        ended. If so, the other idle connections to the server are closed too."""
         is_stale = connection.broken and not connection.fresh and isinstance(error, NodeUnavailable)
         if is_stale:
             self._drop(peer)
@@ -312,7 +312,7 @@ class PeerLinks:
             threading.Thread(target=self._probe, name="kvstore-probe", daemon=True).start()
 
     def _drop(self, peer: PoolNode) -> None:
-        """Close the unused connections to it."""
+        """Close the unused connections to a data server."""
         with self._lock:
             idle = self._idle.pop(peer.process, [])
         for _, connection in idle:

@@ -32,7 +32,7 @@ from kvstore.wire.data import (
 
 CHECKSUM: Final = "checksum"
 RATE_MIN: Final = 16 << 20  # bytes per second; a slower source is given up like a silent one
-VERIFY_BYTES: Final = 512 << 10  # how much is received before it is verified; at least one page
+VERIFY_BYTES: Final = 512 << 10  # bytes that are received before they are verified; at least one page
 Rows = npt.NDArray[np.uint8]
 Places = Rows | list[Rows]
 """Where pages go: one array ``[pages, length]``, or one contiguous row ``[length]`` per page."""
@@ -43,10 +43,10 @@ class PullResult:
     """The result of one READ.
 
     Attributes:
-        pages: how many leading pages are in their place and verified.
-        reason: why there are not more, in the words of ``Match.reason``; "" if all were read.
-        tiers: how many pages came from each tier of the source.
-        dirty: how many leading places may have been written to. Those after ``pages`` do not hold a page.
+        pages: number of leading pages that are in their place and verified.
+        reason: why there are no more pages, in the words of ``Match.reason``; "" if all were read.
+        tiers: tier of the source -> number of pages that came from it.
+        dirty: number of leading places that might have been written to. The places after ``pages`` do not hold a page.
     """
 
     pages: int = 0
@@ -166,7 +166,7 @@ class Transport(Protocol):
         verified, and were still unchanged at their source after they were sent.
 
         Args:
-            silence_s: how long nothing may arrive, at the beginning and later.
+            silence_s: longest time without arriving bytes, at the beginning and later.
             holder: holds the places. With None, nothing may be written to the places after this call returns.
 
         Raises:
@@ -188,7 +188,7 @@ class TransportKind(NamedTuple):
         missing: returns why the transport is unavailable on this machine, or "".
         guarded: whether pages are protected like a data connection: encrypted if it is, and only for admitted callers.
             A transport that is not guarded has to be named in a node's settings.
-        bytes_per_s: its expected speed until it is measured; 0: it has to be measured first. See ``TransportPlan``.
+        bytes_per_s: the expected speed until it is measured; 0 if it has to be measured first. See ``TransportPlan``.
     """
 
     make: Callable[[PeerLinks], Transport]

@@ -23,13 +23,14 @@ class TierStore(Protocol):
 
         empty ──carve(number, class)──> carved: its frames may be written and read ──drop──> empty
 
-    It is a bug (AssertionError) to name a frame outside a carved extent, or of another class. Any thread may call.
+    It is a bug (AssertionError) to name a frame outside a carved extent, or a frame of another class. Any thread may
+    call.
 
     Attributes:
         tier: the tier. A node has at most one store per tier.
         incarnation: a random number of the store. Pages from another incarnation cannot be read.
-        generation: lower than all generations that frames get in this start, and higher than all from earlier
-            starts.
+        generation: a number between all generations of earlier starts and all generations that frames get in this
+            start.
         extent_bytes, positions: the geometry.
         mapped: frames are memory of this process, so the node's state moves pages itself.
         relayed: ``node.relay`` moves pages one by one with ``read_page`` and ``write_page``. A tier that is not
@@ -72,20 +73,20 @@ class TierStore(Protocol):
         ...
 
     def frames_of(self, frame_class: FrameClass) -> int:
-        """Frames in an extent of that class; 0 if not even one fits."""
+        """Return how many frames of this class fit in an extent; 0 if not even one fits."""
         ...
 
     def header_bytes(self, frame_class: FrameClass) -> int:
-        """Bytes of the header before each frame; 0 in DRAM, whose records are elsewhere."""
+        """Return the size in bytes of the header before each frame; 0 in DRAM, whose records are elsewhere."""
         ...
 
     def header_incarnation(self, position: int) -> int:
-        """The incarnation in the headers of frames at this position, see ``frame_header``."""
+        """Return the incarnation in the headers of frames at this position, see ``frame_header``."""
         ...
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        """Put an extent into the position. Its frames have no valid contents until they are written. Does not wait for
-        a device."""
+        """Put an extent into the position. Its frames have no valid contents until they are written. This does not wait
+        for a device."""
         ...
 
     def drop(self, position: int) -> None:

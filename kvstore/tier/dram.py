@@ -1,12 +1,11 @@
 """DRAM tier: the segment file that holds the pages of one node, as its owner and as a client maps it.
 
-``segment`` is 2 MiB of head and then ``positions * extent_bytes`` of data. An extent lies in one position; its frame
+``segment`` is 2 MiB of head and then ``positions * extent_bytes`` of data. An extent is in one position; its frame
 ``f`` starts at ``SEGMENT_HEAD_BYTES + position * extent_bytes + f * frame_bytes``. The file has its full length from
-the start and never shrinks, but a position's memory is allocated when an extent is carved there (``populate``).
-Worked example: extents of 64 MiB, frames of 256 KiB: frame 3 of the extent in position 2 is at
-2 MiB + 128 MiB + 768 KiB.
+the start and never shrinks, but a position's memory is allocated when an extent is carved there (``populate``). Worked
+example: extents of 64 MiB, frames of 256 KiB: frame 3 of the extent in position 2 is at 2 MiB + 128 MiB + 768 KiB.
 
-DramStore: the segment of a node as one of its tiers. Frames are mapped, and nothing stands before them.
+``DramStore`` is the segment of a node as one of its tiers. Frames are mapped, and have no headers.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _NO_LIMIT: Final = 1 << 60
 
 
 class _Segment:
-    """What owner and client have in common: the whole segment mapped shared and writable."""
+    """The common part of owner and client: the whole segment, mapped shared and writable."""
 
     def __init__(self, path: Path, map_: mmap.mmap, extent_bytes: int, positions: int) -> None:
         self.path = path
@@ -105,7 +104,7 @@ class SegmentFile(_Segment):
 
     @classmethod
     def create(cls, folder: NodeFolder, incarnation: int, extent_bytes: int, positions: int) -> SegmentFile:
-        """Make a new, sparse segment; an older one is replaced (maps of it keep the old bytes).
+        """Make a new, sparse segment. It replaces an older one, whose maps keep the old bytes.
 
         ``extent_bytes`` is a multiple of 4 KiB. No memory is allocated but the head's.
         """
@@ -128,8 +127,8 @@ class SegmentFile(_Segment):
 
     @staticmethod
     def cut_to(folder: NodeFolder, incarnation: int) -> tuple[int, int] | None:
-        """``(extent_bytes, remaining bytes of data)`` of a segment whose tail was cut off; None for any other. Raises
-        as ``open``."""
+        """Return ``(extent_bytes, remaining bytes of data)`` of a segment whose tail was cut off; None for any other
+        segment. Raises as ``open``."""
         try:
             fd = open_plain(folder.segment, os.O_RDWR)
         except FileNotFoundError:
@@ -146,7 +145,7 @@ class SegmentFile(_Segment):
         length.
 
         Raises:
-            OSError: it cannot be made longer.
+            OSError: the file cannot be made longer.
         """
         fd = open_plain(folder.segment, os.O_RDWR)
         try:
@@ -172,10 +171,10 @@ class SegmentFile(_Segment):
             os.close(fd)
 
     def populate(self, position: int) -> None:
-        """Allocate a position's memory and this process's page tables. What is stored there stays. Takes a while.
+        """Allocate a position's memory and this process's page tables. Stored data stays. This takes a while.
 
         Raises:
-            OutOfSpace: there is not enough memory; names the remedy. The position must not be used.
+            OutOfSpace: there is not enough memory. The error names the remedy. The position must not be used.
         """
         assert 0 <= position < self.positions, position
         start = SEGMENT_HEAD_BYTES + position * self.extent_bytes
@@ -183,7 +182,7 @@ class SegmentFile(_Segment):
         self._populate_tables(position)
 
     def give_back(self, position: int) -> None:
-        """Free a position's memory; nothing may lie there. ``populate`` allocates it again."""
+        """Free a position's memory. No extent may be there. ``populate`` allocates the memory again."""
         start = SEGMENT_HEAD_BYTES + position * self.extent_bytes
         self._map.madvise(_MADV_REMOVE, start, self.extent_bytes)
 
@@ -202,12 +201,13 @@ class SegmentFile(_Segment):
 class SegmentMap(_Segment):
     """A client's segment. Made by ``open``; ends with ``close()``.
 
-    Only frames of carved extents may be asked for (an ``ExtentTable`` could be opened): their memory is allocated.
+    Callers may only ask for frames of carved extents (whose ``ExtentTable`` could be opened), because only their memory
+    is allocated.
     """
 
     def __init__(self, path: Path, map_: mmap.mmap, extent_bytes: int, positions: int) -> None:
         super().__init__(path, map_, extent_bytes, positions)
-        # Made over a read-only buffer, so that no caller can switch writing on again.
+        # Made over a read-only buffer, so that no caller can make it writable again.
         self._data_readonly: Bytes | None = np.frombuffer(
             memoryview(map_).toreadonly(), np.uint8, positions * extent_bytes, SEGMENT_HEAD_BYTES
         )
@@ -226,7 +226,7 @@ class SegmentMap(_Segment):
         fd, extent_bytes, positions = opened
         try:
             map_ = _map(fd)
-            if len(map_) < SEGMENT_HEAD_BYTES + positions * extent_bytes:  # it was cut off in this moment
+            if len(map_) < SEGMENT_HEAD_BYTES + positions * extent_bytes:  # it was cut off at this moment
                 return None
             return cls(folder.segment, map_, extent_bytes, positions)
         finally:
@@ -241,13 +241,13 @@ class SegmentMap(_Segment):
         return self._view(self.data, position, frame_bytes, frames)
 
     def frames_readonly(self, position: int, frame_bytes: int, frames: int) -> Bytes:
-        """Bytes of ``frames`` as a view that refuses writing: for what is handed to users."""
+        """Return the bytes of ``frames`` as a read-only view, which can be passed to users."""
         assert self._data_readonly is not None, "closed"
         self._populate_once(position)
         return self._view(self._data_readonly, position, frame_bytes, frames)
 
     def close(self) -> None:
-        """Unmap. Where a view of it is still held, the map lives until that view is gone."""
+        """Unmap. If a view is still in use, the map stays until that view is gone."""
         self._data_readonly = None
         super().close()
 
@@ -262,7 +262,7 @@ def _map(fd: int) -> mmap.mmap:
 
 
 def _open(folder: NodeFolder, incarnation: int) -> tuple[int, int, int] | None:
-    """``(fd, extent_bytes, positions)`` of a sound segment, else None."""
+    """Return ``(fd, extent_bytes, positions)`` of a sound segment, else None."""
     try:
         fd = open_plain(folder.segment, os.O_RDWR)
     except FileNotFoundError:
@@ -270,7 +270,7 @@ def _open(folder: NodeFolder, incarnation: int) -> tuple[int, int, int] | None:
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
         head = _head(folder, fd, incarnation)
-        # The size too: what was cut off would be a SIGBUS, not a miss.
+        # The size is checked too: a read beyond the end would be a SIGBUS, not a miss.
         if head is None or os.fstat(fd).st_size < SEGMENT_HEAD_BYTES + head[0] * head[1]:
             return None
         stack.pop_all()
@@ -278,7 +278,7 @@ def _open(folder: NodeFolder, incarnation: int) -> tuple[int, int, int] | None:
 
 
 def _head(folder: NodeFolder, fd: int, incarnation: int) -> tuple[int, int] | None:
-    """``(extent_bytes, positions)`` that a segment's head says, where it is sound and of this incarnation."""
+    """Return ``(extent_bytes, positions)`` from a segment's head, if the head is sound and has this incarnation."""
     head = os.pread(fd, _HEAD.size, 0)
     if len(head) < _HEAD.size:
         return None
@@ -292,11 +292,11 @@ def _head(folder: NodeFolder, fd: int, incarnation: int) -> tuple[int, int] | No
 def check_space(shm_dir: str | os.PathLike[str], size_bytes: int) -> None:
     """Refuse a segment of ``size_bytes`` that could not be filled. Reserves nothing.
 
-    Looks at the file system's free bytes, at the memory limits of this process's cgroups and at the machine's
-    available memory. What of ``size_bytes`` is allocated already is the caller's to subtract.
+    Looks at the file system's free bytes, at the memory limits of this process's cgroups and at the machine's available
+    memory. The caller subtracts the part of ``size_bytes`` that is already allocated.
 
     Raises:
-        InvalidRequest: field "dram"; says what is needed, what is free, and the remedy.
+        InvalidRequest (field ``dram``): the message says how much is needed, how much is free, and the remedy.
     """
     try:
         status = os.statvfs(shm_dir)
@@ -320,7 +320,7 @@ def check_space(shm_dir: str | os.PathLike[str], size_bytes: int) -> None:
 
 
 def _memory_free() -> list[tuple[str, int]]:
-    """``(what limits, bytes it leaves)`` of every memory limit that can be read."""
+    """Return ``(what limits, remaining bytes)`` for every memory limit that can be read."""
     limits = []
     for limit, usage, stat in _cgroup_files():
         allowed = _number(limit)
@@ -383,7 +383,7 @@ def _size(size_bytes: int) -> str:
 
 
 class DramStore:
-    """See ``TierStore``. Made over an open segment, with the extents ``found`` in it; ``close`` closes that."""
+    """See ``TierStore``. Made over an open segment, with the extents in ``found``. ``close`` closes the segment."""
 
     tier = Tier.DRAM
     generation = 1
@@ -410,7 +410,7 @@ class DramStore:
         return self.incarnation
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        """See ``TierStore``. Its memory was had before: see ``node.node``."""
+        """See ``TierStore``. The memory was allocated earlier, see ``node.node``."""
         assert 0 <= position < self.positions and position not in self._carved and self.frames_of(frame_class)
         self._carved[position] = frame_class
 
@@ -419,8 +419,8 @@ class DramStore:
         del self._carved[position]
 
     def give_back(self, position: int) -> None:
-        """Free the memory of a position where no extent is: clients know by an extent's number whether the memory
-        behind it is still the same (``client.device_link``)."""
+        """Free the memory of a position without an extent. By an extent's number, clients notice whether its memory is
+        still the same (``client.device_link``)."""
         assert position not in self._carved, f"an extent lies in position {position}"
         self.segment.give_back(position)
 

@@ -21,8 +21,8 @@ from kvstore.model.replica import FrameClass, Tier
 from kvstore.model.shard import Strides
 from kvstore.tier.base import Bytes
 
-COPY_DEADLINE_S: Final = 10.0  # for one page
-BOUNCE_BYTES: Final = 8 << 20  # copied at a time; at least one page
+COPY_DEADLINE_S: Final = 10.0  # time for the copy of one page
+BOUNCE_BYTES: Final = 8 << 20  # bytes copied at a time; at least one page
 
 
 class FrameMap(Protocol):
@@ -39,7 +39,7 @@ class FrameMap(Protocol):
         ...
 
     def frames_of(self, frame_class: FrameClass) -> int:
-        """The number of frames in one position; 0 if the class does not fit."""
+        """Return the number of frames in one position; 0 if the class does not fit."""
         ...
 
     def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
@@ -55,7 +55,7 @@ class StridedFrames:
         frame_class: the class of the pages.
         address: the start of their memory.
         blocks: the number of frames.
-        strides: the layout of pages in it.
+        strides: the layout of pages in the memory.
     """
 
     positions = 1
@@ -142,8 +142,8 @@ class HbmStore:
         """See ``TierStore``. Returns after the copy's event.
 
         Raises:
-            DeviceLost: the device failed; an OSError.
-            DeadlineExceeded: an OSError too. The frame may still change, but not after later copies of this store.
+            DeviceLost: an OSError; the device failed.
+            DeadlineExceeded: also an OSError. The frame may still change, but not after later copies of this store.
         """
         places, sizes = self._pieces(position, frame, frame_class)
         deadline_s = time.monotonic() + self._deadline_s
@@ -156,8 +156,8 @@ class HbmStore:
         """See ``TierStore``. Returns after the copy's event.
 
         Raises:
-            DeviceLost: the device failed; an OSError. ``page`` is unchanged, and stays so.
-            DeadlineExceeded: an OSError too. ``page`` is unchanged, and stays so.
+            DeviceLost: an OSError; the device failed. ``page`` is unchanged, and will not change later.
+            DeadlineExceeded: also an OSError. ``page`` is unchanged, and will not change later.
         """
         self.read_pages(position, frame, frame_class, page[None])
 

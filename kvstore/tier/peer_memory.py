@@ -66,9 +66,9 @@ class PeerMemory(Protocol):
     def places(
         self, device: Device, frame: int, count: int, layer: int | None = None
     ) -> tuple[Addresses, Addresses] | None:
-        """Addresses of these pages' pieces for streams of that device, and their lengths, in the order of the pages'
-        bytes. None if the device cannot copy from there; then use ``read``. Keep this object until such a copy has
-        ended. Raises Unavailable as ``read``."""
+        """Return addresses of these pages' pieces for streams of that device, and their lengths, in the order of the
+        pages' bytes. None if the device cannot copy from there; then use ``read``. Keep this object until such a copy
+        has ended. Raises Unavailable as ``read``."""
         ...
 
 
@@ -118,7 +118,7 @@ class SharedFrames:
 
 
 def layer_of(strides: Strides, layer: int, layers: int) -> Strides:
-    """The strides of one layer of the pages. Raises Unavailable."""
+    """Return the strides of one layer of the pages. Raises Unavailable."""
     part = strides.part(layer, layers)
     if part is None:
         raise Unavailable("the layers of that memory are not separate")
@@ -149,8 +149,8 @@ class MountedMemory(Protocol):
         ...
 
     def export(self, folder: NodeFolder, number: int) -> bytes:
-        """The bytes with which other processes open the memory, as the segment ``number``. Raises Unavailable if it
-        cannot be shared."""
+        """Return the bytes with which other processes open the memory, as the segment ``number``. Raises Unavailable if
+        it cannot be shared."""
         ...
 
     def withdraw(self) -> None:
@@ -158,12 +158,12 @@ class MountedMemory(Protocol):
         ...
 
     def here(self, table: MountedTable) -> PeerMemory:
-        """The memory as this process reads it."""
+        """Return the memory as this process reads it."""
         ...
 
 
 def _open_device(folder: NodeFolder, table: MountedTable) -> PeerMemory | None:
-    """The row of ``OPENERS`` for devices. None if the memory cannot be read from here; its pages are misses."""
+    """Return the row of ``OPENERS`` for devices. None if the memory cannot be read from here; its pages are misses."""
     try:
         memory = PeerAllocation(folder, table)
     except Unavailable:
@@ -391,7 +391,7 @@ class PeerAllocation:
 
     @staticmethod
     def _opener(uuid: bytes) -> Device:
-        """The device itself if this process uses it, otherwise a device that can reach it."""
+        """Return the device itself if this process uses it, otherwise a device that can reach it."""
         candidates = [device for device in devices() if device.in_use]
         candidates.sort(key=lambda device: device.uuid != uuid)
         for device in candidates:

@@ -47,8 +47,8 @@ class Entry:
     """One key and its value.
 
     Attributes:
-        revision: of the change that wrote the entry. Later changes of the catalog have larger numbers.
-        session: the session that owns the entry; 0 if it belongs to none and stays.
+        revision: number of the change that wrote the entry. Later changes of the catalog have larger numbers.
+        session: the session that owns the entry; 0 if no session owns it, so that it stays.
     """
 
     key: str
@@ -62,10 +62,10 @@ class Update:
     """What a watch reports: changes up to ``revision``.
 
     Attributes:
-        entries: new or changed.
+        entries: new or changed entries.
         removals: removed keys. A key that was removed and written again is only in ``entries``.
-        whole: ``entries`` has everything, and no other key is left. The first update of every watch is whole, and so
-            is an update after missed changes that the catalog can no longer report.
+        whole: ``entries`` has all entries, and no other key exists. The first update of every watch is whole. So is an
+            update after changes that were missed and that the catalog can no longer report.
     """
 
     revision: int
@@ -75,12 +75,13 @@ class Update:
 
 
 class Session(ABC):
-    """Shows that a member is alive. Renewed in the background until ``close``. Its entries are removed when it ends.
+    """A session shows that a member is alive. It is renewed in the background until ``close``. When it ends, its
+    entries are removed.
 
     Life: opened -> renewed -> ended by ``close``, or ``lost``. The owner of a lost session opens another one.
 
     Attributes:
-        id: not 0.
+        id: number of the session, not 0.
         ttl_s: how long the session lives without a renewal.
         lost: set when the session is known to have ended without ``close``.
     """
@@ -94,7 +95,7 @@ class Session(ABC):
 
     @property
     def alive(self) -> bool:
-        """True while no other member can have ended the session, by this process' own clock.
+        """True while, by this process's own clock, no other member can have ended the session.
 
         The clock also counts while the machine sleeps, and the time starts before the renewal is sent. So a leader that
         was stopped or cut off notices no later than the other members.
@@ -192,7 +193,7 @@ class Catalog(ABC):
         Raises:
             KeyTaken: ``only_if`` does not hold. Nothing was changed.
             SessionLost: the session has ended. Nothing was changed.
-            Unavailable: no answer in time. The entry may have been written or not.
+            Unavailable: no answer in time. The entry might or might not have been written.
         """
 
     @abstractmethod

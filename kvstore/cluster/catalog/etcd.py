@@ -40,7 +40,7 @@ class EtcdCatalog(Catalog):
     our own session, that is a success.
 
     Attributes:
-        call_s: how long a call waits for an answer of any endpoint.
+        call_s: how long a call waits for an answer from any endpoint.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class EtcdCatalog(Catalog):
     async def retract(self, key: str, only_if: int | None = None) -> bool:
         """See ``Catalog.retract``."""
         pb = self._pb
-        if only_if is None:  # unlike a transaction, this works when etcd has no space left
+        if only_if is None:  # unlike a transaction, this works even if etcd has no space left
             plain = pb.DeleteRangeRequest(key=check_key(key).encode())
             return bool((await self._call("KV/DeleteRange", plain, pb.DeleteRangeResponse)).deleted)
         request = pb.TxnRequest(
@@ -254,7 +254,7 @@ def _entry(kv: Any) -> Entry:
 
 
 def _end_of(prefix: str) -> bytes:
-    """The first key after all keys that start with ``prefix``: etcd's ``range_end``."""
+    """Return the first key after all keys that start with ``prefix``: etcd's ``range_end``."""
     raw = bytearray(prefix.encode())
     while raw and raw[-1] == 0xFF:
         raw.pop()

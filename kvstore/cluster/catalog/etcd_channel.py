@@ -69,7 +69,7 @@ def messages() -> Messages:
 
 
 def _serialized(path: Path) -> bytes:
-    """The bytes that the module passes to ``FileDescriptor(serialized_pb=...)``."""
+    """Return the bytes that the module passes to ``FileDescriptor(serialized_pb=...)``."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
             value = node.value
@@ -80,7 +80,7 @@ def _serialized(path: Path) -> bytes:
     raise InvalidRequest("catalog", f"{path} has no descriptor; the etcd3 package must have version 0.12")
 
 
-ATTEMPT_S: Final = 2.0  # one endpoint, while others may answer
+ATTEMPT_S: Final = 2.0  # time for one endpoint, while others might answer
 ASK_S: Final = 2.0  # a stream that is silent for this long is asked for a sign of life
 PAUSE_S: Final = 0.05
 MESSAGE_BYTES_MAX: Final = 256 << 20  # for a listing, which is also bounded by its number of entries
@@ -128,8 +128,8 @@ class Credentials:
 
     Attributes:
         ca, certificate, key: PEM files. With ``ca`` or ``certificate`` the connection is TLS.
-        user: of etcd's own authentication; "": none.
-        password_file: that user's password; only its owner may read the file.
+        user: user for etcd's own authentication; "" for none.
+        password_file: file with that user's password; only the file's owner may be able to read it.
     """
 
     ca: Path | None = None
@@ -160,8 +160,8 @@ class Credentials:
         return grpc.ssl_channel_credentials(*parts)
 
     def password(self) -> str:
-        """The password now in the file. Raises InvalidRequest if the file cannot be read, or other users can read
-        it."""
+        """Return the password now in the file. Raises InvalidRequest if the file cannot be read, or other users can
+        read it."""
         path = self.password_file
         if path is None:
             return ""
@@ -177,7 +177,7 @@ class EtcdChannel:
     """Calls ``etcdserverpb`` services over several endpoints. It stays with one endpoint while that endpoint answers.
 
     Before each call it checks the certificates' files; if they changed, new channels replace the old ones. When etcd
-    refuses the token, it gets a new one with the password that is in the file then.
+    refuses the token, the channel requests a new one with the password that the file has at that time.
     """
 
     def __init__(self, endpoints: Sequence[str], credentials: Credentials) -> None:
@@ -189,7 +189,7 @@ class EtcdChannel:
         self._files = ChangedFiles(credentials.files)
         self._at = 0
         self._move_event = asyncio.Event()  # set when we leave the current endpoint or its channel
-        self._token: str | None = None  # None: not requested yet; "": etcd needs none
+        self._token: str | None = None  # None: not requested yet; "": etcd needs no token
         self._token_lock = asyncio.Lock()  # one call requests a token for all
 
     def open(self) -> None:
@@ -206,7 +206,7 @@ class EtcdChannel:
         """Return one answer to ``/etcdserverpb.METHOD``.
 
         Raises:
-            Unavailable: no endpoint answered within ``call_s``. The call may have been performed or not.
+            Unavailable: no endpoint answered within ``call_s``. The call might or might not have been performed.
             EtcdRefusal: an error of etcd's own, such as NOT_FOUND for a lease.
             Unauthenticated: etcd refuses this process, even with a new token.
             InvalidRequest: the password's file cannot be read.
@@ -312,7 +312,7 @@ class EtcdChannel:
             return
         old, self._channels = self._channels, channels
         self._move()
-        for channel in old:  # running calls end within ATTEMPT_S
+        for channel in old:  # calls in progress end within ATTEMPT_S
             close = asyncio.create_task(channel.close(3 * ATTEMPT_S))
             self._closes.add(close)
             close.add_done_callback(self._closes.discard)
@@ -326,7 +326,7 @@ class EtcdChannel:
         return await stub(request, timeout=timeout_s, metadata=metadata)
 
     async def _metadata(self, at: int, timeout_s: float, token: bool = True) -> tuple[tuple[str, str], ...]:
-        """The metadata of a call or stream: a token that etcd has not refused yet."""
+        """Return the metadata of a call or stream: a token that etcd has not refused yet."""
         self._look_at_files()
         if token and self._credentials.user and self._token is None:
             async with self._token_lock:
@@ -392,7 +392,7 @@ async def _read(call: Any, move: asyncio.Event, ask: bytes) -> Any:
 
 
 def is_stale_token(message: str) -> bool:
-    """Whether this message of etcd means that a new token is needed."""
+    """Return whether this message of etcd means that a new token is needed."""
     return any(each in message for each in _STALE_TOKEN)
 
 

@@ -1,4 +1,4 @@
-"""FileCatalog: a catalog for several daemons of one machine, in a folder. It needs no server, no root and no etcd.
+"""FileCatalog: a catalog for several daemons on one machine, in a folder. It needs no server, no root and no etcd.
 
 The folder holds a SQLite database and one locked file per session. A session ends when its time is up, or at once when
 its process dies and its lock becomes free. Times count from the machine's start, so changes of the wall clock do not
@@ -43,7 +43,7 @@ LOG_MAX: Final = 4096  # changes by which a watch can lag before it gets everyth
 POLL_S: Final = 0.1
 LOOK_S: Final = 1.0  # longest pause between two reads of a watch, its signs of life
 LOCKS_EVERY: Final = 5  # polls between two checks for dead processes
-BUSY_S: Final = 4.0  # how long to wait for another writer; below CALL_S
+BUSY_S: Final = 4.0  # how long to wait for another writer; less than CALL_S
 
 _TABLES = """
 CREATE TABLE about(format INTEGER NOT NULL, revision INTEGER NOT NULL, boot TEXT NOT NULL);
@@ -196,8 +196,8 @@ class _FileSession(Session):
 class _Database:
     """The folder. Used by one thread. Every call is one transaction, and begins by ending expired sessions.
 
-    A damaged database, and one that was moved away, is opened again by the next call. If there is a new folder in its
-    place, or one is made then, the other processes use that too.
+    If the database is damaged or was moved away, the next call opens it again. It uses a new folder in the old one's
+    place, or makes one, and the other processes use this folder too.
 
     Attributes:
         damaged: whether SQLite reported damage.
@@ -280,7 +280,7 @@ class _Database:
             return True
 
     def changes(self, prefix: str, since: int, opening: int) -> tuple[int, Update]:
-        """Return the current opening, and the changes below ``prefix`` since revision ``since`` of ``opening``. Returns
+        """Return the current opening, and the changes under ``prefix`` since revision ``since`` of ``opening``. Returns
         everything if those changes are no longer known."""
         with self._begin() as sql:
             revision = self._revision(sql)
@@ -321,8 +321,8 @@ class _Database:
             self._end(sql, session)
 
     def version(self, look_at_locks: bool) -> int:
-        """A number that changes with every commit of another process. Also ends expired sessions and, with
-        ``look_at_locks``, those of dead processes."""
+        """Return a number that changes with every commit of another process. Also ends expired sessions and, with
+        ``look_at_locks``, sessions of dead processes."""
         sql = self._connection()
         expired = sql.execute("SELECT 1 FROM sessions WHERE ends_s<=? LIMIT 1", (boot_s(),)).fetchone()
         dead = self._dead(sql) if look_at_locks else []
@@ -352,7 +352,7 @@ class _Database:
         return dead
 
     def _begin(self) -> _Transaction:
-        """A transaction for writing, which first ends expired sessions."""
+        """Return a transaction for writing, which first ends expired sessions."""
         transaction = _Transaction(self._connection())
         transaction.on_begin = self._end_expired
         return transaction
@@ -398,7 +398,7 @@ class _Database:
         return self._sql
 
     def _is_current(self) -> bool:
-        """Whether the path still leads to the file that is open."""
+        """Return whether the path still leads to the file that is open."""
         try:
             return self._open_file is not None and os.path.samestat(self._open_file, os.stat(self._file))
         except OSError:

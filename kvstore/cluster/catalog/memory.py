@@ -191,7 +191,7 @@ class MemoryCatalog(Catalog):
         return session
 
     def _ledger(self) -> Ledger:
-        """The current ledger, in which expired sessions have ended."""
+        """Return the current ledger, in which expired sessions have ended."""
         self._hub.ledger.expire(self._clock())
         return self._hub.ledger
 

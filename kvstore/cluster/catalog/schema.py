@@ -11,9 +11,9 @@
     /kvstore/v1/POOL/leader           the name of the conductor that leads
 
 Values are JSON objects. ``v`` is the version of the format; readers skip entries of a newer version. ``process`` is a
-random number of the process that wrote the entry, so that no process takes another's entry for its own. Unknown fields
-are ignored, and invalid entries are skipped. A process that may write to the catalog can harm the pool, but cannot
-crash it.
+random number of the process that wrote the entry, so that no process mistakes another process's entry for its own.
+Unknown fields are ignored, and invalid entries are skipped. A process that may write to the catalog can harm the pool,
+but cannot crash it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class NodeEntry:
     """A node.
 
     Attributes:
-        name: unique in the pool.
-        process: of the daemon, 16 hex digits.
-        incarnation: of its DRAM segment, 16 hex digits.
+        name: the node's name, unique in the pool.
+        process: number of the daemon's process, 16 hex digits.
+        incarnation: incarnation of the node's DRAM segment, 16 hex digits.
         addresses: HOST:PORT of its gRPC API, best first; empty if only its own machine can reach it.
-        capacity_bytes: by tier, such as ``{"dram": 2**30}``.
-        host: its machine's name. Engines of the same host map its memory.
-        version: of kvstore.
+        capacity_bytes: capacity of each tier, such as ``{"dram": 2**30}``.
+        host: name of the node's machine. Engines on the same host map its memory.
+        version: version of kvstore.
     """
 
     name: str
@@ -69,12 +69,12 @@ class EngineEntry:
 
     Attributes:
         role: prefill, decode or both.
-        model: its name.
+        model: name of the model.
         layout: fingerprint of its pages, 32 hex digits. Only engines with equal fingerprints can hand over to each
             other.
         addresses: HOST:PORT of its gRPC API, best first.
-        node: name of the node whose pool it reads and writes; empty: none.
-        device: such as cpu or cuda:0.
+        node: name of the node whose pool it reads and writes; empty if there is none.
+        device: name of its device, such as cpu or cuda:0.
     """
 
     name: str
@@ -96,13 +96,13 @@ class DataEntry:
     Attributes:
         name: the node's name, a dot, and digits of ``process``, which are unique. So the next data server of the node
             can start before this entry expires, and removes it.
-        process: of the data server, 16 hex digits; every client that connects receives it.
+        process: number of the data server's process, 16 hex digits; every client that connects receives it.
         node: the node whose pages it serves.
-        incarnation: of that node's DRAM segment, 16 hex digits.
+        incarnation: incarnation of that node's DRAM segment, 16 hex digits.
         addresses: HOST:PORT of its data connections, best first.
         tls: whether connections are encrypted.
-        tls_name: the name in its certificate, if that is not the address.
-        transports: maps each transport to the reason why it is unavailable, or "".
+        tls_name: the name in the server's certificate, if it differs from the address.
+        transports: transport -> why it is unavailable, or "" if it is available.
     """
 
     name: str
@@ -123,8 +123,8 @@ class ConductorEntry:
 
     Attributes:
         addresses: HOST:PORT of its gRPC API, best first.
-        http: HOST:PORT of its HTTP server; empty: it has none.
-        policy: by which it routes.
+        http: HOST:PORT of its HTTP server; empty if it has none.
+        policy: the policy by which it routes.
     """
 
     name: str
@@ -144,7 +144,7 @@ class ClusterEntry:
     Attributes:
         offered: the other pool's name. If two pools have this name, only one is used.
         addresses: HOST:PORT of that conductor's gRPC API, best first.
-        egress_bytes_per_s: how much KV may leave that pool for this one.
+        egress_bytes_per_s: how many bytes of KV per second that pool may send to this one.
     """
 
     name: str
@@ -168,32 +168,32 @@ _FOLDERS: Final = {
 
 
 def prefix(pool: str) -> str:
-    """The prefix of every key of a pool."""
+    """Return the prefix of every key of a pool."""
     return f"/kvstore/v{VERSION}/{_check_name('pool', pool)}/"
 
 
 def folder(pool: str, kind: type[Any]) -> str:
-    """The prefix of every key of a pool's entries of one kind."""
+    """Return the prefix of every key of a pool's entries of one kind."""
     return f"{prefix(pool)}{_FOLDERS[kind]}/"
 
 
 def leader_key(pool: str) -> str:
-    """The key under which the leading conductor writes its name."""
+    """Return the key under which the leading conductor writes its name."""
     return f"{prefix(pool)}leader"
 
 
 def key_of(pool: str, value: AnyEntry) -> str:
-    """The key under which ``value`` is published."""
+    """Return the key under which ``value`` is published."""
     return folder(pool, type(value)) + _check_name("name", value.name)
 
 
 def encode(value: AnyEntry) -> bytes:
-    """The bytes of an entry's value."""
+    """Return the bytes of an entry's value."""
     return json.dumps({"v": VERSION, **dataclasses.asdict(value)}, separators=(",", ":"), sort_keys=True).encode()
 
 
 def decode(kind: type[Value], entry: Entry) -> Value | None:
-    """The value of an entry. None if it is invalid or has a newer version."""
+    """Return the value of an entry. None if it is invalid or has a newer version."""
     try:
         values = json.loads(entry.value)
         if not isinstance(values, dict) or values.get("v") != VERSION:
@@ -210,17 +210,17 @@ def decode(kind: type[Value], entry: Entry) -> Value | None:
 
 
 def secret_key(pool: str) -> str:
-    """The key of the pool's secret."""
+    """Return the key of the pool's secret."""
     return f"{prefix(pool)}secret"
 
 
 def new_secret() -> bytes:
-    """A random secret, as an entry's value."""
+    """Return a random secret, as an entry's value."""
     return json.dumps({"v": VERSION, "secret": secrets.token_hex(SECRET_BYTES)}, separators=(",", ":")).encode()
 
 
 def decode_secret(value: bytes) -> bytes | None:
-    """The secret in an entry's value. None if it is invalid."""
+    """Return the secret in an entry's value. None if it is invalid."""
     try:
         values = json.loads(value)
         secret = bytes.fromhex(values["secret"])
@@ -230,12 +230,12 @@ def decode_secret(value: bytes) -> bytes | None:
 
 
 def decode_all(kind: type[Value], entries: Iterable[Entry]) -> list[Value]:
-    """The values of the entries that are valid."""
+    """Return the values of the entries that are valid."""
     return [value for value in (decode(kind, each) for each in entries) if value is not None]
 
 
 def new_process() -> str:
-    """A random number for a process that publishes entries."""
+    """Return a random number for a process that publishes entries."""
     return secrets.token_hex(8)
 
 
@@ -246,7 +246,7 @@ def _check_name(setting: str, name: str) -> str:
 
 
 def _check_value(item: dataclasses.Field[Any], values: dict[str, Any]) -> Any:
-    """The value of a field. Raises ValueError if it is invalid."""
+    """Return the value of a field. Raises ValueError if it is invalid."""
     name, value = item.name, values[item.name]
     problem = ""
     if name == "addresses":

@@ -27,8 +27,8 @@ class TaskHealth:
     first failure and the recovery are logged, the tries between them are not.
 
     Attributes:
-        name: of the task, for logs, status and metrics.
-        succeeded_s: when the task last succeeded, by ``boot_s``; 0: never.
+        name: name of the task, for logs, status and metrics.
+        succeeded_s: when the task last succeeded, by ``boot_s``; 0 if it never did.
         failing_since_s: time of the first failure since the last success; None if the last try succeeded.
         error: why the last try failed; "" after a success.
         failures: the number of all failures.
@@ -61,7 +61,7 @@ class TaskHealth:
         """Note that a try failed. Returns how many seconds to wait before the next one.
 
         Args:
-            pause_s_min: the least pause that the other end asked for.
+            pause_s_min: the shortest pause that the other end allows.
         """
         if isinstance(error, VersionMismatch):
             self._on_final(error)
@@ -85,7 +85,7 @@ class TaskHealth:
         }
 
     def fault(self, after_s: float) -> str:
-        """A message if the task has been failing for longer than ``after_s``, else ""."""
+        """Return a message if the task has been failing for longer than ``after_s``, else ""."""
         since_s = self.failing_since_s
         failing_s = boot_s() - since_s if since_s is not None else 0.0
         return f"{self.name} has failed for {failing_s:.0f} s: {self.error}" if failing_s > after_s else ""

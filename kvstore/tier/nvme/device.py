@@ -5,7 +5,7 @@ node uses several devices as one row of positions, ``devices.NvmeDevices``.
 
 Durability, in the order in which the owner calls::
 
-    open_for_writing(positions)         from here on the next start ignores their directories
+    open_for_writing(positions)         from now on, the next start ignores their directories
     write_run(...), write_page(...)     any number, from any threads
     sync()                              the pages are durable; now records and index may name them
     close_for_writing(positions)        after records and index do
@@ -54,7 +54,7 @@ class NvmeDevice:
         starts: how often an owner has opened it, including this time. Generations have it in their high bits,
             which makes them unique across starts.
         extents: the carved extents by position. Replaced, never changed in place.
-        doubted: numbers of the extents that may have lost frames when the device's tail was cut off. Only a scan can
+        doubted: numbers of the extents that might have lost frames when the device's tail was cut off. Only a scan can
             show which frames are lost.
     """
 
@@ -112,8 +112,8 @@ class NvmeDevice:
         return self._table.starts
 
     def raise_starts(self, starts: int) -> None:
-        """Make ``starts`` at least this, durably. Writes both slots, so that the loss of one cannot bring back old
-        numbers."""
+        """Raise ``starts`` to at least this number, durably. Both slots are written, so that the loss of one slot
+        cannot bring back old numbers."""
         with self._table_mutex:
             if self._table.starts < starts:
                 self._store(replace(self._table, starts=starts))
@@ -203,7 +203,7 @@ class NvmeDevice:
                     self._change({position: replace(extent, clean=False)})
 
     def version(self, position: int) -> int:
-        """A number that changes when a write there begins or ends, or the directory is withdrawn.
+        """Return a number that changes when a write there begins or ends, or the directory is withdrawn.
 
         Read it before the records of a checkpoint.
         """
@@ -260,7 +260,8 @@ class NvmeDevice:
         self.disk.read(frame_offset(self.superblock, position, frame_class, frame), [header])
 
     def erase_header(self, position: int, frame: int, frame_class: FrameClass) -> None:
-        """Overwrite a frame's header with zeros, so that its contents are not taken for a page. Durable after ``sync``.
+        """Overwrite a frame's header with zeros, so that its contents are not mistaken for a page. Durable after
+        ``sync``.
 
         Raises:
             OSError: the header might or might not be erased.
@@ -298,8 +299,8 @@ class NvmeDevice:
         self._directories[position] = version, total
 
     def mark_clean(self, versions: dict[int, int]) -> set[int]:
-        """Let the next start use the directories of these extents, if ``version`` is still the given one and no write
-        is running. Returns the extents that are clean now. Durable.
+        """Let the next start use the directories of these extents, if their ``version`` has not changed and no write is
+        in progress. Return the extents that are now clean. The change is durable.
 
         Raises:
             OSError: the next start may scan them.
@@ -318,7 +319,7 @@ class NvmeDevice:
             return set(clean)
 
     def directory(self, position: int) -> Bytes | None:
-        """The records ``[frames, 96]`` of a clean extent, as of its checkpoint.
+        """Return the records ``[frames, 96]`` of a clean extent, as of its checkpoint.
 
         None if the extent is not clean, or its directory is damaged. Then it has to be scanned.
 
@@ -342,12 +343,12 @@ class NvmeDevice:
             self._day = day
 
     def written_today(self, day: int) -> int:
-        """Bytes counted on that day."""
+        """Return how many bytes were counted on that day."""
         with self._mutex:
             return self._day_bytes if day == self._day else 0
 
     def close(self) -> None:
-        """Store the counted bytes, and close the disk. No other call may be running."""
+        """Store the counted bytes, and close the disk. No other call may be in progress."""
         try:
             with self._table_mutex:
                 if (self._day, self._day_bytes) != (self._table.day, self._table.day_bytes):

@@ -37,10 +37,10 @@ class NvmeDevices:
     device, and ``neighbours`` names all other positions on it.
 
     Attributes:
-        devices: in the order given.
-        incarnation: of this set. It changes with the devices, with their order, and when one is reformatted.
-        starts: equal on all devices. Generations have it in their high bits, which
-            makes them unique across starts.
+        devices: the devices, in the order of the configuration.
+        incarnation: incarnation of this set. It changes with the devices, with their order, and if one is reformatted.
+        starts: number of starts, equal on all devices. It is in the high bits of generations, which makes them unique
+            across starts.
     """
 
     def __init__(self, devices: Sequence[NvmeDevice]) -> None:
@@ -57,8 +57,8 @@ class NvmeDevices:
     def join(cls, devices: Sequence[NvmeDevice]) -> NvmeDevices:
         """Make a set of devices that were opened one by one. After a failure the caller closes them.
 
-        A device may have been absent while the others were in use. So all get the largest ``starts``. If two extents
-        have one number, only the one on the device that was used last is kept.
+        A device may have been absent while the others were in use. So all devices get the largest ``starts``. If two
+        extents have the same number, only the extent on the most recently used device is kept.
 
         Raises:
             OSError: a device fails.
@@ -109,21 +109,21 @@ class NvmeDevices:
         return {number for device in self.devices for number in device.doubted}
 
     def place(self, position: int) -> tuple[NvmeDevice, int]:
-        """The device of this position, and the position on the device."""
+        """Return the device of this position, and the position on the device."""
         assert 0 <= position < self.positions, position
         at, local = self._row[position]
         return self.devices[at], local
 
     def device_of(self, position: int) -> int:
-        """The index in ``devices`` of this position's device."""
+        """Return the index in ``devices`` of this position's device."""
         return self._row[position][0]
 
     def positions_of(self, device: int) -> list[int]:
-        """All positions of the device with this index."""
+        """Return all positions of the device with this index."""
         return [position for position, (at, _) in enumerate(self._row) if at == device]
 
     def neighbours(self, position: int) -> list[int]:
-        """All positions on the same device, which are lost together."""
+        """Return all positions on the same device, which are lost together."""
         return self.positions_of(self.device_of(position))
 
     def frames_of(self, frame_class: FrameClass) -> int:
@@ -135,7 +135,7 @@ class NvmeDevices:
         return geometry.header_bytes(frame_class)
 
     def header_incarnation(self, position: int) -> int:
-        """The incarnation in the headers of frames there, which is their device's."""
+        """Return the incarnation in the headers of frames at this position, which is the device's incarnation."""
         return self.place(position)[0].incarnation
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
@@ -252,5 +252,5 @@ class NvmeDevices:
 
 
 def today() -> int:
-    """The current day (UTC) as a number since the epoch, by which written bytes are counted."""
+    """Return the current day (UTC) as a number since the epoch, by which written bytes are counted."""
     return int(time.time()) // 86_400

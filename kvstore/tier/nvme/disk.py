@@ -103,7 +103,7 @@ def aligned_buffer(nbytes: int) -> Bytes:
 
 
 def check_blocks(disk: Disk, offset: int, buffers: Sequence[Bytes]) -> int:
-    """The bytes of all ``buffers``. Asserts that they are entire blocks inside the disk."""
+    """Return the total size of ``buffers`` in bytes. Asserts that they are entire blocks inside the disk."""
     total = 0
     for buffer in buffers:
         assert buffer.nbytes % BLOCK_BYTES == 0, buffer.nbytes
@@ -337,7 +337,7 @@ def _size_file(fd: int, name: str, size_bytes: int, resize: bool) -> None:
 
 
 def _is_empty(fd: int, has: int) -> bool:
-    """Whether nothing was ever written into the file. Its space may be allocated, if a kill interrupted its
+    """Return whether nothing was ever written into the file. Its space may be allocated, if a kill interrupted its
     creation."""
     if has == 0:
         return True
@@ -496,7 +496,7 @@ class PatientDisk:
 
 
 def is_silent(error: OSError) -> bool:
-    """Whether this error means that the device did not answer."""
+    """Return whether this error means that the device is not responding."""
     return error.errno == errno.ETIMEDOUT
 
 
@@ -539,7 +539,7 @@ class _Attempt(Generic[T]):
         self._thread.start()
 
     def result(self, path: str, answer_s: float | None) -> T:
-        """The call's result or error. Raises OSError (ETIMEDOUT) after ``answer_s``."""
+        """Return the call's result or error. Raises OSError (ETIMEDOUT) after ``answer_s``."""
         self._thread.join(answer_s)
         if self._thread.is_alive():
             raise OSError(errno.ETIMEDOUT, f"it did not answer for {answer_s:g} s", path)

@@ -98,7 +98,7 @@ def pack_bytes(
     checksums: Sums,
     payload_sum: int,
 ) -> bytes:
-    """A page's header, ``header_bytes`` long.
+    """Return a page's header, ``header_bytes`` long.
 
     Args:
         incarnation: of the frame's device.
@@ -151,7 +151,7 @@ def faults(
     generations: Words,
     identities: Bytes,
 ) -> list[str]:
-    """For each header of a run of consecutive frames, why it is not that of the expected page, or "".
+    """Return, for each header of a run of consecutive frames, why it is not the header of the expected page, or "".
 
     Args:
         headers: ``[frames, header_bytes]``, may be strided along the first axis.
@@ -177,7 +177,7 @@ def faults(
 
 
 def payload_sums_in(headers: Bytes) -> list[int]:
-    """The payload sums in headers ``[frames, header_bytes]``."""
+    """Return the payload sums in headers ``[frames, header_bytes]``."""
     sums: list[int] = np.ascontiguousarray(headers[:, _IDENTITY - 8 : _IDENTITY]).view("<u8")[:, 0].tolist()
     return sums
 
@@ -195,7 +195,7 @@ def layer_sums(page: Bytes, layers: int) -> Sums:
 
 
 def is_payload_sound(page: Bytes, frame_class: FrameClass, total: int) -> bool:
-    """Whether ``page`` ``[>= page_bytes]`` has the payload sum ``total`` of its valid header; False is reason
+    """Return whether ``page`` ``[>= page_bytes]`` has the payload sum ``total`` of its valid header; False is reason
     "payload".
 
     Readers of parts of a page use the layers' checksums instead.

@@ -12,7 +12,7 @@ DIRECTORY_HEAD_BYTES = 64  # of an extent's directory; a lean row per frame foll
 
 
 def header_bytes(frame_class: FrameClass) -> int:
-    """Bytes of the header before each frame, a multiple of ``FRAME_ALIGN``."""
+    """Return the size in bytes of the header before each frame, a multiple of ``FRAME_ALIGN``."""
     return aligned(HEAD_BYTES + 4 * frame_class.page_tokens + 4 * frame_class.layers)
 
 
@@ -27,7 +27,7 @@ def directory_bytes(frames: int) -> int:
 
 
 def frames_in(extent_bytes: int, frame_class: FrameClass) -> int:
-    """Frames of that class in one extent, with directory and headers; 0 if not even one fits.
+    """Return how many frames of this class fit in an extent, with directory and headers; 0 if not even one fits.
 
     Worked example: an extent of 64 MiB and pages of 256 KiB have a directory of 24 KiB, 251 frames of 4 + 256 KiB, and
     252 KiB unused.

@@ -65,7 +65,7 @@ class NvmeMap:
         return len(self._row)
 
     def place(self, position: int, frame_class: FrameClass, frame: int) -> Place | None:
-        """Where that frame is; None if its device cannot be read here."""
+        """Return where that frame is; None if its device cannot be read here."""
         if not 0 <= position < len(self._row):
             return None
         at, local = self._row[position]
@@ -118,7 +118,7 @@ def _read(folder: NodeFolder) -> tuple[int, list[tuple[str, Superblock]]] | None
 
 
 def map_text(incarnation: int, devices: Sequence[tuple[str, Superblock]]) -> bytes:
-    """The contents of the ``nvme`` file."""
+    """Return the contents of the ``nvme`` file."""
     rows = [
         {
             "path": path,
@@ -141,7 +141,7 @@ def _unpack(device: Any) -> tuple[str, Superblock]:
 
 
 def _open(path: str, expected: Superblock) -> Disk | None:
-    """The device, if it still is the expected one."""
+    """Return the device if it is still the expected one."""
     try:
         disk = FileDisk.open(path, expected.size_bytes, writable=False)
     except (OSError, InvalidRequest):

@@ -153,11 +153,11 @@ class Table:
 
     @classmethod
     def empty(cls, positions: int) -> Table:
-        """The table of a new device, before its first start."""
+        """Return the table of a new device, before its first start."""
         return cls(0, 0, 0, 0, np.zeros(positions, ENTRY))
 
     def extents(self) -> dict[int, ExtentOnDisk]:
-        """The carved extents, by position."""
+        """Return the carved extents, by position."""
         positions = np.flatnonzero(self.entries["flags"] & _IN_USE)
         extents = {}
         for position, entry in zip(positions.tolist(), self.entries[positions].tolist(), strict=True):

@@ -87,7 +87,7 @@ def open_target(
 
 
 def read_superblock(disk: Disk) -> Superblock | None:
-    """The complete superblock at either end, for processes that only read the device; None if neither is valid.
+    """Return the complete superblock at either end, for processes that only read the device; None if neither is valid.
 
     Raises:
         OSError: the disk fails.
@@ -107,7 +107,7 @@ def read_superblock(disk: Disk) -> Superblock | None:
 
 
 def read_table(disk: Disk, superblock: Superblock) -> tuple[Table, int]:
-    """The newest valid table, and its slot.
+    """Return the newest valid table, and its slot.
 
     Raises:
         InvalidRequest: both tables are damaged, which a loss of power cannot cause.
@@ -186,8 +186,8 @@ NO_EXTENTS: Final = frozenset[int]()
 
 
 def is_truncated(fd: int, size_bytes: int, *, owner: str, extent_bytes: int, secret: bytes | None) -> bool:
-    """Whether ``fd`` is a truncated target of ``size_bytes`` that is ours (``open_target``), and long enough to hold an
-    extent.
+    """Return whether ``fd`` is a truncated target of ``size_bytes`` that is ours (``open_target``), and long enough to
+    hold an extent.
 
     Raises:
         OSError: it cannot be read.
@@ -202,7 +202,7 @@ def is_truncated(fd: int, size_bytes: int, *, owner: str, extent_bytes: int, sec
 
 
 def tail_is_absent(disk: Disk) -> bool:
-    """Whether there are zeros in place of the superblock at the end.
+    """Return whether there are zeros in place of the superblock at the end.
 
     Raises:
         OSError: the disk fails.
@@ -211,7 +211,7 @@ def tail_is_absent(disk: Disk) -> bool:
 
 
 def extents_in_tail(disk: Disk, superblock: Superblock, extents: Mapping[int, ExtentOnDisk]) -> frozenset[int]:
-    """The positions of the extents that may have lost frames with the tail.
+    """Return the positions of the extents that may have lost frames with the tail.
 
     Everything after one point is missing. So if a directory or first header is present, all earlier extents are
     complete.
