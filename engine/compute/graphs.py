@@ -165,7 +165,7 @@ class StepGraphs:
 def cuda_recorder(device: torch.device) -> Callable[[Run], Run]:
     """Return a ``record`` function for ``StepGraphs`` that makes CUDA graphs. All its graphs share their memory.
 
-    The function records in a stream of its own, because PyTorch's default stream for recording belongs to the first
+    The function records in its own stream, because PyTorch's default stream for recording belongs to the first
     device that anything was recorded on. It raises RuntimeError if the forward pass cannot be recorded.
     """
     pool: Any = None

@@ -79,7 +79,7 @@ class DemoRow:
     """A request with the pool, compared with the same request without it.
 
     Attributes:
-        phase: of the node: "up", "killed", "back" (started again), "restarted" (together with the machine).
+        phase: the node's phase: "up", "killed", "back" (started again), "restarted" (together with the machine).
         hbm_tokens, dram_tokens, nvme_tokens: tokens of the prompt that were reused from this tier.
         computed_by: "prefill" or "decode", the role of the engine that computed the other tokens of the prompt.
         same: True if both answers have the same tokens.

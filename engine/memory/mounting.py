@@ -59,7 +59,7 @@ class MountedArena:
         return self._segment.number if self._segment is not None and not self.why else None
 
     def show(self, keys: Keys, frames: Sequence[int]) -> bool:
-        """Show consecutive pages of a chain, which are complete in these frames.
+        """Show consecutive pages of a chain. They must be complete in these frames.
 
         Returns True if other processes find the pages now.
         """

@@ -31,7 +31,7 @@ class RoleOrder(NamedTuple):
     """The number of a leading conductor's order to change a role. An engine refuses an order that is not a later one.
 
     Attributes:
-        revision: the leader's revision, which is larger than that of every leader before.
+        revision: the leader's revision. It is larger than the revision of every earlier leader.
         number: counts the orders of this leader.
     """
 
@@ -107,9 +107,9 @@ class Request:
         priority: requests of one tenant are served in the order of their priority, the highest first.
         first_token_s, token_s: limits for the time to the first token, and between two tokens; 0 means the conductor's
             settings. A request that cannot meet them is refused at once.
-        explain: True to report the route and all candidates in the answer, which takes time.
+        explain: True to report the route and all candidates in the answer. The report takes time.
         needs_ids: True if the caller needs the ids of the answer's tokens, which not every foreign engine reports.
-        extra: parameters for foreign engines, which are passed on unchanged.
+        extra: parameters for foreign engines, passed on unchanged.
     """
 
     id: str
@@ -200,7 +200,7 @@ class Finished:
 
     Attributes:
         reason: "stop" (a stop string), "eos", "length", or "cancelled".
-        text: the last characters of the text, which were not certain before.
+        text: the last characters of the text. They were not certain before.
     """
 
     reason: str

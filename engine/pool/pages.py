@@ -42,7 +42,7 @@ class PlacedPage:
     """A page and its frames.
 
     Attributes:
-        frames: by cache group.
+        frames: cache group -> frame.
         identity: set when the page stays after its sequence has ended, if there is a pool.
         is_shown: True while other processes can find the page.
     """

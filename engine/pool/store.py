@@ -264,7 +264,7 @@ class Pool:
 
 
 class ChunkWriter:
-    """Writes the pages of one chunk in one cache group, layer by layer during the forward.
+    """Writes the pages of one chunk in one cache group, layer by layer during the forward pass.
 
     Life: ``before`` the forward -> ``layer`` from its hook, once per layer -> ``after`` the forward, which seals the
     pages. If a call to the pool fails, the pages are written later, or not at all.
@@ -414,11 +414,11 @@ class ChunkWriter:
 
 
 class Chunk:
-    """The tokens of a prompt that one forward computes.
+    """The tokens of a prompt that one forward pass computes.
 
-    The hook of the forward writes each layer to the pool, so readers in other processes are at most one layer behind.
+    The hook of the forward pass writes each layer to the pool. Readers in other processes are at most one layer behind.
 
-    Life: made -> ``before`` the forward -> ``layer`` from its hook, once per layer -> ``after``, which seals.
+    Life: constructed -> ``before`` the forward -> ``layer`` from its hook, once per layer -> ``after``, which seals.
     """
 
     __slots__ = ("work", "start", "stop", "slice", "_writers", "_pool", "_progress")

@@ -54,7 +54,7 @@ class Work:
         rings: for each group, the number of frames of the request.
         shared_pages: leading pages that were in the arena before. Their frames are never written to.
         first_pages: for each group, the first page that is in the frames. Earlier pages were not needed.
-        stored_pages: for each group, how many leading pages are known to be in the pool.
+        stored_pages: for each group, how many leading pages the pool is known to have.
         keys: for storing full pages: the cache that made the keys, the keys, and the retention hints.
         from_arenas: True if pages came from the arena of another engine. The pool may lack them.
         lossy: True if some KV came from a lossy replica. No page computed after it may be stored as exact.

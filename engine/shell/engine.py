@@ -191,7 +191,7 @@ log = logging.getLogger("kvstore.engine")
 class Engine:
     """An engine: a model on one device, with an arena for KV.
 
-    Life: made (has its memory, runs nothing) -> ``start`` -> requests -> ``stop``, which fails unfinished requests.
+    Life: constructed (has memory, idle) -> ``start`` -> requests -> ``stop``, which fails unfinished requests.
     Every method may be called from any thread.
 
     Args:
@@ -335,7 +335,7 @@ class Engine:
         return self._enter(request, emit, 0.0, answers=True)
 
     def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> Cancel:
-        """Begin to compute a prompt for another engine, whose pages have ``layout``.
+        """Begin to compute a prompt for another engine. Its pages have ``layout``.
 
         Once the prompt is computed, its frames are held for ``hold_s`` seconds, so that the other engine can pull it.
         The engine's own setting is the maximum, and is used if ``hold_s`` is 0. Returns a function that cancels.

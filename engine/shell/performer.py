@@ -100,12 +100,12 @@ class StepRunner:
     def run(
         self, step: do.Step, works: Mapping[int, Work], arrivals: Mapping[int, Arrivals], observer: Observer
     ) -> Stepped | StepFailed:
-        """Run the forward, write pages to the pool, draw tokens, and send them to the clients.
+        """Run the forward pass, write pages to the pool, draw tokens, and send them to the clients.
 
         If the step fails, it seals no page and sends no token.
 
         Args:
-            arrivals: by sequence, the KV that is still arriving.
+            arrivals: sequence -> its KV that is still arriving.
         """
         decoding = [works[number] for number in step.decoding]
         chunks = [Chunk(works[part.sequence], part.start, part.stop, self._pool) for part in step.parts]
@@ -190,9 +190,9 @@ class EnginePerformer:
     to ``calls`` before they post ``Migrate``.
 
     Attributes:
-        works: by number, the shell's data of each sequence, until ``EndSequence``.
+        works: number -> the shell's data of a sequence, until ``EndSequence``.
         pages: the shell's data of each page.
-        calls: by number, calls that wait for an ``AnswerCall``.
+        calls: number -> call that waits for an ``AnswerCall``.
         sides: runs the side batches.
     """
 

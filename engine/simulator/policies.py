@@ -159,7 +159,7 @@ class QueuePolicy:
 
 
 class Slru(QueuePolicy):
-    """Segmented LRU (Karedla, Love, Wherry 1994): a share of the leaves, which were used again, is protected.
+    """Segmented LRU (Karedla, Love, Wherry 1994): leaves that were used again are protected, up to a share.
 
     The coldest pages beyond this share move to the warm end of the other queue. They need another use to return.
     """

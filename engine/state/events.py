@@ -41,7 +41,7 @@ class Submitted(Event):
         prompt: the number of tokens to prefill, including those that another engine has already generated.
         generated: the number of tokens that another engine has already generated.
         tokens_max: the maximum number of tokens of the answer, including ``generated``.
-        engines: engines to ask for the prompt, in this order; None means those that this engine was started with, or
+        engines: engines to ask for the prompt, in this order; None means the engines given at startup, or
             else the cluster's.
         stored: leading tokens that the pool has as exact pages.
         lazy: True to move the KV only after all of it is computed.
@@ -210,9 +210,9 @@ class Stepped(Event):
     """``Step`` is done: its new tokens are drawn and sent to the clients.
 
     Attributes:
-        ends: by sequence, "eos" or "stop" if its new token ends the answer.
+        ends: sequence -> "eos" or "stop", if its new token ends the answer.
         missed: sequences whose KV did not arrive in time, and that have no new token.
-        names: by sequence, the name of the page that its new token completes, if it shares pages.
+        names: sequence -> name of the page that its new token completes, if it shares pages.
         seconds: how long the step took.
         waited_s: the part of ``seconds`` in which the step waited for layers.
     """

@@ -92,7 +92,7 @@ class Part:
 
 @dataclass(slots=True)
 class Step:
-    """Run one forward: the next token of each of ``decoding``, and the tokens of ``parts`` -> ``Stepped`` or
+    """Run one forward pass: the next token of each of ``decoding``, and the tokens of ``parts`` -> ``Stepped`` or
     ``StepFailed``."""
 
     decoding: list[int]

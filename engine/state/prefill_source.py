@@ -62,7 +62,7 @@ class Routes:
         return True
 
     def fill_rest(self, sequence: Sequence) -> None:
-        """Fill the rest of a sequence's frames, after those that the pool has filled.
+        """Fill the frames of a sequence that are still empty after the load from the pool.
 
         Another engine computes the rest and it is moved here, or it is computed here.
         """

@@ -22,7 +22,7 @@ class GroupRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The settings that decisions depend on; ``EngineConfig`` explains those that are not listed here.
+    """The settings that decisions depend on. ``EngineConfig`` explains the settings that are not listed here.
 
     Attributes:
         frames, window: the model's first cache group, see ``GroupRules``.

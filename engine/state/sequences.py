@@ -423,7 +423,7 @@ class Roster:
     """The sequences of an engine.
 
     Attributes:
-        sequences: by number, all that have not ended or whose frames a thread may still use.
+        sequences: number -> sequence that has not ended, or whose frames a thread may still use.
         active: sequences that take part in steps, or soon will, in the order in which they got their frames.
         waiting: sequences that wait for frames: first come, first served, so that small ones cannot overtake a large
             one forever.

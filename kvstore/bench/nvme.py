@@ -474,7 +474,7 @@ class Saving:
     """Chains that are put into DRAM, and saved on request. DRAM has free frames for ``step_bytes`` of them.
 
     Args:
-        hot: number of leased pages, which stay in DRAM.
+        hot: the number of leased pages. They stay in DRAM.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ STOP_S: Final = 20.0
 class Child:
     """A command of ``kvstore`` in its own process.
 
-    Life: made, which starts it -> ``line`` when it is ready -> ``kill``, or ``ask_to_end`` and ``wait``.
+    Life: constructed and started -> ``line`` when it is ready -> ``kill``, or ``ask_to_end`` and ``wait``.
 
     Args:
         what: name of the process in messages.
@@ -122,7 +122,7 @@ def environment(shm_dir: Path, settings: Mapping[str, object] = NO_SETTINGS) -> 
 class Daemon:
     """``kvstore serve`` in its own process.
 
-    Life: made -> ``start`` -> ready -> ``kill`` or ``stop`` -> ``start`` again, or ``end``, which removes its pages.
+    Life: created -> ``start`` -> ``kill`` or ``stop`` -> ``start`` again, or ``end``, which removes its pages.
     Leaving a ``with`` calls ``end``.
     """
 
@@ -210,7 +210,7 @@ class Daemon:
 class PeerProcess:
     """A second process that uses the store (``kvstore.bench.peer``): JSON requests in, JSON answers out, one per line.
 
-    Life: made, which starts it -> ``ask`` -> ``close``, also by leaving a ``with``. It also ends with this process.
+    Life: constructed and started -> ``ask`` -> ``close``, also by leaving a ``with``. It also ends with this process.
     """
 
     def __init__(self, node: str, shm_dir: Path) -> None:

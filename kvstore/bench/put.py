@@ -224,7 +224,7 @@ def _writing(stage: Stage, scene: ExitStack, geometry: str, pages: int) -> tuple
 
 
 def _sizes(settings: RunSettings) -> tuple[int, int]:
-    """Return the bytes of the pool and of the limit's memory, which together are the working set of a row. Both fit at
+    """Return the sizes of the pool and of the limit's memory. Together, these are the working set of a row. Both fit at
     least two batches of 2 MiB pages."""
     pool_bytes = max(settings.walk_bytes, 256 * MIB)
     return pool_bytes, pool_bytes // 2

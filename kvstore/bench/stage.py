@@ -191,7 +191,7 @@ def _is_populated(store: Store) -> bool:
 
 
 def settle(store: Store) -> None:
-    """Let the daemon verify every page, which computes all checksums. Afterwards the daemon is idle.
+    """Let the daemon verify every page and so compute all checksums. Afterwards the daemon is idle.
 
     Raises:
         BenchFailed: a page is damaged, or a conservation law is broken.

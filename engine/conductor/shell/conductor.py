@@ -253,7 +253,7 @@ class Conductor:
         work within a second. A slow reader delays only this answer, and only a bounded part of it is buffered.
 
         Raises:
-            InvalidRequest: the request is not valid; names the field.
+            InvalidRequest: the request is not valid. The error names the field.
             TooManyCalls: the request is refused; ``retry_after_s`` says when to retry.
             Unavailable: there is no engine, or too many engines failed on the request.
         """
@@ -273,7 +273,7 @@ class Conductor:
         """Return what would happen to this request now, and why. Changes no state.
 
         Raises:
-            InvalidRequest: the request is not valid; names the field.
+            InvalidRequest: the request is not valid. The error names the field.
         """
         return self.state.explain(await self._arrival(request, 0))
 

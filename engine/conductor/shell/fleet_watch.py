@@ -59,7 +59,7 @@ class FleetWatch:
         engines: the engines that have sent a description of themselves, by name.
         nodes: the listed nodes that have a gRPC API, by name.
         clusters: remote pools that compute prompts for this one, by name.
-        refused: for each engine whose reports are not valid, the reason.
+        refused: engine -> reason, for engines whose reports are not valid.
     """
 
     def __init__(

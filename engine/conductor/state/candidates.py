@@ -218,7 +218,7 @@ class Candidates:
         layouts: layouts of the engines; ``columns.layout`` is an index into it.
         own: tokens of the prompt that the engine's own node stores now.
         own_pages: pages of the prompt that the node stores now.
-        upper_pages: those of ``own_pages`` that are in the node's memory.
+        upper_pages: how many of ``own_pages`` are in the node's memory.
         own_prefill_s: time to compute the prompt if only the pages of the engine's own node are used.
         cached, after_s, wait_s, move_s, prefill_s, harm_s, ready_s: see ``Computing``.
         donor: see ``Computing``, as a node's number; -1 if there is none.

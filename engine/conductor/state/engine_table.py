@@ -148,7 +148,7 @@ class FleetEngine:
         tokens_per_s: its reported speed for prompts; 0 if unknown.
         alone_s: seconds of a decode step without sequences, from its reports; 0 if unknown.
         last_seen_s: the time of its last sign of life.
-        role_as_of_s: when the conductor asked for the report that ``role`` comes from.
+        role_as_of_s: when the conductor asked for the report with this ``role``.
         silent: True after it did not answer a question, until its next sign of life.
         failures: consecutive requests on which it failed.
         avoided_until_s: the engine gets nothing before this moment.
@@ -287,7 +287,7 @@ class Columns:
         tokens_per_s, alone_s, egress_free_s: see ``FleetEngine``.
         running: our requests that it answers or will answer.
         silent: see ``FleetEngine``.
-        open_s: from when it may get requests; infinite while it drains or its role is unsure.
+        open_s: the time after which it may get requests; infinite while it drains or its role is unsure.
         prefills: 1 if it computes prompts for other engines.
         answers: 1 if it answers.
         node, layout, host, zone: numbers; -1 if there is none or it is unknown.

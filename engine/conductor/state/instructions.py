@@ -71,7 +71,7 @@ class CopyPrefix(Instruction):
 
     Attributes:
         order: the number of the order.
-        number: the number of the request, which has not ended when the order is given.
+        number: the number of the request. It has not ended when the order is given.
         source: a node that has the pages.
         layout: the layout of the pages, see ``RoutedRequest.pages``.
         size: the bytes to move.

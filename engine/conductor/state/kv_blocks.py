@@ -98,7 +98,7 @@ class KvBlocks:
         page_tokens: tokens of one of our pages.
         root: see ``Root``.
         bytes_max: memory for all records.
-        counts: counts of events and blocks by ``KV_OUTCOMES``, which this object increases.
+        counts: counts of events and blocks by ``KV_OUTCOMES``. This object increases them.
     """
 
     def __init__(self, page_tokens: int, root: Root, bytes_max: int, counts: Counter[str]) -> None:

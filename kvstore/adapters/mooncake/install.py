@@ -69,7 +69,7 @@ def _write(folder_fd: int) -> None:
     """Create the file, or replace one that another version of this package wrote.
 
     Raises:
-        FileExistsError: another program wrote the file, which stays as it is.
+        FileExistsError: another program wrote the file. It stays as it is.
         OSError: the file cannot be written.
     """
     text = f"{SHIM}\n"
@@ -86,7 +86,7 @@ def _remove(folder_fd: int) -> bool:
     """Delete the file. Return False if it does not exist.
 
     Raises:
-        FileExistsError: another program wrote the file, which stays as it is.
+        FileExistsError: another program wrote the file. It stays as it is.
         OSError: the file cannot be deleted.
     """
     if _read(folder_fd, FILE) is None:

@@ -40,7 +40,7 @@ CHECKS_MAX = 64  # checks of a pending run; after the last one only its stored p
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive pages of a request, which are checked and reported together.
+    """Consecutive pages of a request that are checked and reported together.
 
     Attributes:
         hashes: vLLM's hashes of the blocks, ``page_blocks`` for each page.
