@@ -15,10 +15,10 @@ from typing import Any
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.prefix import Keys
 
-KEYS_PER_CALL = 2000  # in one message, 35 bytes each
-KEYS_MAX = 1 << 16  # of one prompt
+KEYS_PER_CALL = 2000  # keys in one message, 35 bytes each
+KEYS_MAX = 1 << 16  # keys of one prompt
 EXPLAINED_PER_CALL = 500
-FIRST_TOKENS = 4096  # the first page of a prompt has at most as many
+FIRST_TOKENS = 4096  # the first page of a prompt has at most this many tokens
 PINS_PER_CALL = 200
 VERIFY_POLL_S = 0.02
 
@@ -188,7 +188,7 @@ class AdminVerbs:
         return self._admin("unpin", **({"pin": pin} if keys is None else self._page_arguments(keys)))
 
     def pins(self) -> dict[str, Any]:
-        """List all pins as ``pins``, and as ``bytes`` how much of each tier they protect."""
+        """Return all pins as ``pins``, and how many bytes of each tier they protect as ``bytes``."""
         answer = self._admin("pins", limit=PINS_PER_CALL)
         pins = list(answer["pins"])
         while "next" in answer:

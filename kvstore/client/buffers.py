@@ -1,4 +1,5 @@
-"""Arguments of callers, checked and brought into one form. Every check raises InvalidRequest naming the field.
+"""Checks of callers' arguments, and their conversion into one form. Every check raises InvalidRequest, which names the
+field.
 
 Buffers (numpy, torch, bytearray, memoryview, ...) become rows of bytes without a copy. So does device memory (torch
 CUDA, ``__cuda_array_interface__``, DLPack), as ``DeviceRows``. ``Scattered`` is one value in several buffers.
@@ -121,8 +122,8 @@ def flat_bytes(buffer: Any, field: str) -> Rows:
 
 
 def _rows_apart(buffer: Any, row_bytes: int, field: str) -> Rows | None:
-    """Return an array or tensor ``[n, ...]`` with gaps between its rows as uint8 ``[n, row_bytes]``; None if it is
-    contiguous, or not an array.
+    """Return an array or tensor ``[n, ...]`` that has gaps between its rows as uint8 ``[n, row_bytes]``. Return None if
+    it is contiguous, or not an array.
 
     Raises:
         InvalidRequest: a row is not contiguous or not ``row_bytes`` long, or the memory is not the host's.
@@ -203,7 +204,7 @@ class Scattered:
 
     @classmethod
     def of(cls, value: Any, field: str, writable: bool) -> Scattered:
-        """Make one from a caller's buffer or list of buffers. Raises InvalidRequest naming ``field``."""
+        """Make a ``Scattered`` from a caller's buffer or list of buffers. Raises InvalidRequest (field ``field``)."""
         parts = [flat_bytes(part, field) for part in (value if isinstance(value, list | tuple) else [value])]
         if writable:
             for part in parts:
@@ -254,7 +255,7 @@ class DeviceRows:
     """Contiguous rows of bytes in device memory.
 
     Attributes:
-        stream: the handle of the stream that may still write or read them; None if there is none.
+        stream: the handle of the stream that may still write or read the rows; None if there is none.
         owner: the object that keeps the memory alive.
     """
 
@@ -423,7 +424,7 @@ class _Tensor(ctypes.Structure):
 def _of_dlpack(buffer: Any, field: str) -> tuple[Any, _Array]:
     """Return the buffer and its capsule, which keep the memory alive, and the array. A capsule that was not renamed
     frees the memory when it is dropped."""
-    capsule = buffer.__dlpack__(stream=_LEGACY_STREAM)  # queued work comes before anything that is queued from now on
+    capsule = buffer.__dlpack__(stream=_LEGACY_STREAM)  # work queued so far comes before work queued later
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     tensor = _Tensor.from_address(get(capsule, b"dltensor"))

@@ -10,9 +10,9 @@ So a range is pinned under the number of its extent::
 
     unknown ──copy of extent n──> pinned under n ──copy of extent m > n──> pinned under m ──the mapping ends──> unknown
 
-All copies that were started under n have ended before the second step. A copy of an earlier extent may start later. It
-reads pages that have left, which their words show. Such a copy never writes, because the extents of reserved and leased
-frames stay in place.
+All copies that were started under n have ended before the second step. A copy of an earlier extent might start later.
+It reads pages that were removed, which their words show. Such a copy never writes, because the extents of reserved and
+leased frames stay in place.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Range:
     """A range of memory that holds one extent after another.
 
     Attributes:
-        last: for each stream, the event of its last copy here. The event comes after all earlier copies of the stream.
+        last: stream -> event of its last copy in this range. The event comes after all earlier copies of the stream.
     """
 
     def __init__(self, start: int, nbytes: int) -> None:
@@ -163,14 +163,15 @@ PINNED: Final = PinnedRanges()
 COPY_DEADLINE_S: Final = 10.0
 Pieces = tuple[Addresses, Addresses, Addresses]
 """Targets, sources, lengths."""
-BOUNCE_BYTES: Final = 8 << 20  # per step, or one row if that is larger
+BOUNCE_BYTES: Final = 8 << 20  # bytes per step, or one row if that is larger
 
 
 class DeviceLink:
     """The copies of one device, for any number of threads. The link exists as long as its device.
 
-    Copies to the device and from it have a stream each, so both run at the same time. Copies of layers have a third
-    stream: they are queued before the layer is computed, and everything queued after them waits for it.
+    Copies to the device and copies from the device have separate streams, so both run at the same time. Copies of
+    layers have a third stream: they are queued before the layer is computed, and everything queued after them waits for
+    it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -223,8 +224,8 @@ class DeviceLink:
         """Wait for the event of a copy. If it does not come in time, ``memory`` is kept alive until it comes.
 
         Raises:
-            DeadlineExceeded: the event did not come in time, and may still come. The target memory must not be used
-                again.
+            DeadlineExceeded: the event did not come in time, and may still come. The target memory must never be
+                reused.
             DeviceLost: the event will not come.
         """
         with self._lock:

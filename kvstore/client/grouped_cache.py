@@ -194,8 +194,9 @@ class GroupedCache:
     full group needs all pages before it, a window group needs the pages with the ``window - 1`` tokens before it, and a
     state group needs the page that ends there. Other pages need not be stored.
 
-    Full groups share their pages with the layout's own ``PrefixCache``. Pages of window and state groups are found one
-    by one, so they have keys of another kind: such a page of one cache is not found by the other.
+    Full groups share their pages with the layout's own ``PrefixCache``. Pages of window and state groups are looked up
+    one by one, so they have keys of another kind. Neither this cache nor the layout's ``PrefixCache`` finds such a page
+    of the other.
 
     ``tokens`` in every verb is a prompt, which matches at most all tokens but the last one, or ``GroupedKeys``, which
     name pages directly. ``extras`` are lists as for ``PrefixCache.keys``, one per group. Any thread may use the cache.
@@ -204,7 +205,7 @@ class GroupedCache:
         groups: the cache of each layout, for verbs of one group: writers and readers take the keys of
             ``GroupedKeys.parts``.
         layouts: the layouts of the groups.
-        boundary_tokens: boundaries are multiples of this number.
+        boundary_tokens: a number of tokens; all boundaries are multiples of it.
     """
 
     def __init__(self, groups: Sequence[PrefixCache]) -> None:

@@ -42,7 +42,7 @@ from kvstore.wire.data import ChainQuery
 # x86-64 keeps the order of stores, so equal words before and after a copy prove the bytes in between. On other
 # architectures the checksums must prove them.
 ORDERED = platform.machine() in ("x86_64", "AMD64")
-WHOLE_BYTES: Final = 4 << 20  # size of the whole pages that a shard reads at a time, or one page if that is larger
+WHOLE_BYTES: Final = 4 << 20  # bytes of whole pages that a shard reads at a time, or one page if that is larger
 
 
 class LocalCache(PrefixCache):
@@ -228,7 +228,7 @@ class LocalCache(PrefixCache):
         received directly in ``target``.
 
         Returns:
-            The number of pages, their number by tier and by other node, and why there are not more.
+            The number of pages, their number by tier and by other node, and why there are no more.
         """
         start, result = pages, FetchResult()
         cached = self._peer_caching.pages_worth_caching(peer_reader, keys[pages : pages + len(target)])
@@ -255,7 +255,7 @@ class LocalCache(PrefixCache):
         prefix-closed, since its pages may be spread over the tiers.
 
         Returns:
-            The number of pages, their number by lower tier, and why there are not more.
+            The number of pages, their number by lower tier, and why there are no more.
         """
         limit, has_retried = min(len(keys), len(target)), False
         below: dict[Tier, int] = {}
@@ -378,8 +378,8 @@ class LocalCache(PrefixCache):
     # --- device memory and shards -----------------------------------------------------------------------------------
 
     def _get_to_device(self, keys: Keys, rows: DeviceRows, verify: bool | None) -> Match:
-        """Copy pages into device memory: directly from the node's or an engine's memory, and through a bounce buffer
-        from there on. Pages that must be verified all go through the bounce buffer."""
+        """Copy pages into device memory. The leading pages are copied directly from the node's or an engine's memory,
+        all others through a bounce buffer. Pages that must be verified all go through the bounce buffer."""
         pages, hbm, reason = 0, 0, ABSENT
         if not (self._verify if verify is None else verify):
             pages, hbm, reason = near_to_device(self._node, keys, rows, self._chain)

@@ -108,7 +108,7 @@ class SocketChannel:
         self._refusal = ""
         self._is_replaced = False  # closed because another channel follows
         self._sending = threading.Lock()  # taken to encode and send a request, and to connect
-        self._changed = threading.Condition()  # guards the five below
+        self._changed = threading.Condition()  # guards the following five attributes
         self._socket: socket.socket | None = None
         self._lost_sockets: list[socket.socket] = []  # to be closed once no thread can use them
         self._is_receiving = False  # a thread is receiving for all waiting threads
@@ -301,7 +301,8 @@ class SocketChannel:
     # --- receiving: one thread at a time, for all waiting threads ---------------------------------------------------
 
     def _receive_until(self, reply: SocketReply, deadline: float) -> None:
-        """Receive messages until ``reply`` has its own, or until the connection is lost. Raises DeadlineExceeded."""
+        """Receive messages until ``reply`` has its message, or until the connection is lost. Raises
+        DeadlineExceeded."""
         changed = self._changed
         while True:
             with changed:
@@ -345,8 +346,8 @@ class SocketChannel:
                 return bytearray()
 
     def _deliver(self, sock: socket.socket, data: bytearray) -> None:
-        """Pass a message to its request. If the connection has ended, or the message is for another request than the
-        oldest one, drop the connection. The caller holds ``_changed``."""
+        """Pass a message to its request. If the connection has ended, or the message does not belong to the oldest
+        request, drop the connection. The caller holds ``_changed``."""
         if self._socket is sock and not self._complete_oldest(data):
             self._drop(sock)
 
@@ -437,7 +438,7 @@ class SessionFile:
     descriptor, so that it does not keep the lock.
 
     Attributes:
-        counters: in memory until the file is locked, and in the file from then on.
+        counters: the client's counters. They are in memory until the file is locked, and then in the file.
     """
 
     def __init__(self, folder: Path, session: int) -> None:

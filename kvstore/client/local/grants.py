@@ -42,7 +42,7 @@ _RESERVED = int(FrameState.RESERVED)
 
 
 class Purpose(NamedTuple):
-    """What frames are requested for, so that the node does not evict the wrong pages to free them.
+    """The purpose of requested frames. It keeps the node from evicting the wrong pages to free them.
 
     Attributes:
         before: the key of the page that is the parent of the put's next page. It is not evicted.
@@ -73,7 +73,7 @@ class GrantPool:
         self.frame_class = frame_class
         self.root = root
         self.class_number = pack_class(frame_class)
-        self.request_pages = batch_pages(frame_class.page_tokens, frame_class.layers)  # most pages in one request
+        self.request_pages = batch_pages(frame_class.page_tokens, frame_class.layers)  # limit of pages in one request
         self.batch_pages = max(1, min(self.request_pages, BATCH_BYTES // frame_class.page_bytes))  # pages in one batch
         self.ahead_max = max(1, min(AHEAD_FRAMES_MAX, AHEAD_BYTES_MAX // frame_class.frame_bytes))
         self._channel = channel
@@ -98,7 +98,8 @@ class GrantPool:
         """Take up to ``count`` frames, and return them ascending. They come from the shortest run that has ``count``
         frames, or from the shortest runs if there is none.
 
-        So long runs are kept for large puts. A put into one run is one copy, and its pages are evicted together.
+        Therefore, long runs are kept for large puts. A put into one run is one copy, and its pages are evicted
+        together.
         """
         if self._request_ahead is not None and len(self) < count:
             self._read_request_ahead()
@@ -211,8 +212,8 @@ class GrantPool:
 
     @staticmethod
     def granted(reply: PendingReply) -> list[Address]:
-        """Wait for the reply to a request, and return the granted frames, ascending. They are empty if the node has no
-        free frames, or not yet.
+        """Wait for the reply to a request, and return the granted frames, ascending. The list is empty if the node has
+        no free frames, or has none yet.
 
         Raises:
             QuotaExceeded: the tenant's quota is used up.

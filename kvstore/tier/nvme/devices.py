@@ -220,11 +220,11 @@ class NvmeDevices:
         return device.directory(local)
 
     def add_written(self, day: int, nbytes: int) -> None:
-        """See ``NvmeDevice``. Counted for the set, and stored on its first device."""
+        """See ``NvmeDevice``. The bytes are counted for the set, and stored on its first device."""
         self.devices[0].add_written(day, nbytes)
 
     def written_today(self, day: int) -> int:
-        """See ``NvmeDevice``. The sum of all devices."""
+        """See ``NvmeDevice``. Return the sum of all devices."""
         return sum(device.written_today(day) for device in self.devices)
 
     def write_map(self, folder: NodeFolder) -> None:

@@ -3,8 +3,8 @@
 **Disk** is a file or block device. Offsets are in bytes. All reads and writes are multiples of 4096 bytes, and buffers
 are page-aligned (``aligned_buffer``, or frames of a DRAM segment, which are written straight from shared memory).
 ``FileDisk`` bypasses the page cache (O_DIRECT) if the file system supports that. If not, it logs a warning and uses the
-page cache. Writes survive power loss only after ``sync`` has returned. Until then each 512-byte sector may be on the
-disk or not, in any order.
+page cache. Writes survive power loss only after ``sync`` has returned. Until then, each 512-byte sector might or might
+not be on the disk, in any order.
 
 **PatientDisk** adds deadlines. A system call to a device cannot be cancelled: if the device is not responding, the
 calling thread is blocked until it responds. So the disk's own threads make the calls, and the caller waits for at most
@@ -12,8 +12,8 @@ calling thread is blocked until it responds. So the disk's own threads make the 
 
     answers ──no answer for answer_s──> silent: every call fails at once ──abandoned calls have ended──> reads again
 
-After its first silence the disk accepts no more writes. An abandoned write may still happen or not, so no later write
-could be relied on. The next start reformats the disk.
+After its first silence the disk accepts no more writes. An abandoned write might still happen, so no later write could
+be relied on. The next start reformats the disk.
 
 **IoThreads** runs reads and writes in parallel. System calls release the interpreter lock, so threads are enough.
 """
@@ -59,8 +59,8 @@ class Disk(Protocol):
     """One file or device. Any thread may call; reads and writes of the same blocks are not ordered.
 
     Attributes:
-        path: for messages, and for clients that open it themselves.
-        size_bytes: a multiple of 4096.
+        path: path of the file, for messages, and for clients that open it themselves.
+        size_bytes: size of the disk, a multiple of 4096.
         direct: whether reads and writes bypass the page cache.
     """
 
@@ -149,11 +149,12 @@ class FileDisk:
         Args:
             create: create the file, with ``mode``, if it does not exist. Devices are never created.
             resize: cut or extend a file of another size, because its contents are about to be dropped.
-            is_truncated: whether the file ``fd`` had ``size_bytes`` and lost its tail. Then it is extended with zeros.
+            is_truncated: returns whether the file ``fd`` had ``size_bytes`` and lost its tail. If so, it is extended
+                with zeros.
 
         Raises:
             InvalidRequest (field ``nvme``): the target does not exist, has another kind or size, or must not be opened.
-            NodeBusy: it has an owner: another process, or this one under another name.
+            NodeBusy: the target has an owner: another process, or this process under another name.
             OutOfSpace: the file system is too small. A newly created file is removed again.
             OSError: it fails.
         """
@@ -383,7 +384,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 T = TypeVar("T")
 
-THREADS_MAX: Final = 16  # of one disk; there are never that many calls at the same time
+THREADS_MAX: Final = 16  # threads of one disk; there are never that many calls at the same time
 
 _BOUNDARY = boundary.RequestGuard("task/disk", OSError)
 
@@ -610,10 +611,10 @@ class IoThreads:
         self._offers: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._mutex = threading.Lock()
         self._closed = False
-        self._pid = os.getpid()  # threads do not live on in a forked child
+        self._pid = os.getpid()  # threads do not exist in a forked child
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T | OSError | KVStoreError]:
-        """Perform all ``tasks``. Returns what each one returned or raised (OSError, KVStoreError), in their order.
+        """Perform all ``tasks``. Return, in their order, what each task returned or raised (OSError, KVStoreError).
 
         Any other error of a task is a bug: an AssertionError here, and a traceback in the task's thread.
         """

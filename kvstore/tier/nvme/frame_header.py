@@ -16,8 +16,8 @@ All little-endian; the rest of the header's 4096-byte blocks is zero, and the pa
 Worked example: 64 token ids and 32 layers use 136 + 256 + 128 = 520 bytes, in one block of 4096. (For a page of 64 KiB
 one sum takes 4 us, and 32 sums of its layers 20 us.)
 
-The header contains the address too. So a page of a former extent, or one that was written to the wrong frame, is not
-taken for a stored page. A wrong header is not an error but a reason, one of ``REASONS``.
+The header contains the address too. So a page of a former extent, or a page that was written to the wrong frame, is not
+mistaken for a stored page. A wrong header is not an error but a reason, one of ``REASONS``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REASONS: Final = (
     "version",  # another version of this format
     "foreign",  # written for another device, or before this one was reformatted
     "swapped",  # valid, but for another page or another frame
-    "payload",  # the header is valid, the page's checksums are wrong
+    "payload",  # the header is valid, but the page's checksums are wrong
 )
 _MAGIC: Final = b"KVFRAME1"
 _FIXED = struct.Struct("<8sIIQIIQII16sQQ")  # up to the identity
@@ -101,10 +101,10 @@ def pack_bytes(
     """Return a page's header, ``header_bytes`` long.
 
     Args:
-        incarnation: of the frame's device.
+        incarnation: incarnation of the frame's device.
         identity: ``48 + 4 * page_tokens`` bytes: key, root, extra and token ids, as in a DRAM record.
-        checksums: one per layer.
-        payload_sum: of the page. Compute it before the checksums are verified, so that both cover the same bytes.
+        checksums: one checksum per layer.
+        payload_sum: sum of the page. Compute it before the checksums are verified, so that both cover the same bytes.
     """
     used = _used_bytes(frame_class)
     tokens_end = used - _SUM_BYTES - 4 * frame_class.layers
@@ -124,7 +124,8 @@ def unpack(
 ) -> FrameHeader | str:
     """Return the header of that frame, or one of ``REASONS`` if it is not valid there.
 
-    ``generation`` None accepts any, for scans of an extent. Does not check the payload; see ``is_payload_sound``.
+    If ``generation`` is None, any generation is valid (for scans of an extent). The payload is not checked, see
+    ``is_payload_sound``.
     """
     raw = header.tobytes()
     reason = _fault(raw, frame_class, incarnation)
@@ -156,7 +157,7 @@ def faults(
     Args:
         headers: ``[frames, header_bytes]``, may be strided along the first axis.
         first: number of the first frame.
-        generations: ``[frames]``, of the addresses.
+        generations: ``[frames]``, the generations of the addresses.
         identities: ``[frames, 48 + 4 * page_tokens]``: key, root, extra and token ids of the expected pages.
     """
     count, used = len(headers), _used_bytes(frame_class)

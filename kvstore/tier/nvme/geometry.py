@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from kvstore.model.replica import FrameClass, RecordFormat, aligned
 
-HEAD_BYTES = 136  # of a frame's header without its token ids and checksums (``frame_header``)
-DIRECTORY_HEAD_BYTES = 64  # of an extent's directory; a lean row per frame follows
+HEAD_BYTES = 136  # size of a frame's header without its token ids and checksums (``frame_header``)
+DIRECTORY_HEAD_BYTES = 64  # size of the head of an extent's directory; a lean row per frame follows
 
 
 def header_bytes(frame_class: FrameClass) -> int:
@@ -17,7 +17,7 @@ def header_bytes(frame_class: FrameClass) -> int:
 
 
 def stride_bytes(frame_class: FrameClass) -> int:
-    """Distance from one frame of an extent to the next: header and frame."""
+    """Return the distance in bytes from one frame of an extent to the next: header and frame."""
     return header_bytes(frame_class) + frame_class.frame_bytes
 
 
@@ -34,7 +34,7 @@ def frames_in(extent_bytes: int, frame_class: FrameClass) -> int:
     """
     stride, row_bytes = stride_bytes(frame_class), frame_class.lean.row_bytes
     frames = max(0, (extent_bytes - DIRECTORY_HEAD_BYTES) // (stride + row_bytes))
-    # May be one too many, because the directory was not rounded up yet.
+    # This may be one too many, because the directory was not rounded up yet.
     while frames and directory_bytes(frames) + frames * stride > extent_bytes:
         frames -= 1
     return frames

@@ -1,4 +1,4 @@
-"""NvmeMap: a node's NVMe as clients read it, through descriptors of their own.
+"""NvmeMap: a node's NVMe as clients read it. Each client opens its own descriptors.
 
 When its devices are open, the daemon writes the node's ``nvme`` file: a line with the checksum of the rest, then JSON
 with the path, incarnation and geometry of each device, in the order of the row of positions. A client opens the devices
@@ -42,7 +42,7 @@ class NvmeMap:
     Ends with ``close``. If other threads may still be reading, drop the last reference instead.
 
     Attributes:
-        incarnation: of the set, as in the tables of the NVMe extents.
+        incarnation: incarnation of the set, as in the tables of the NVMe extents.
     """
 
     def __init__(self, incarnation: int, devices: Sequence[tuple[Disk | None, Superblock]]) -> None:
@@ -75,7 +75,7 @@ class NvmeMap:
         return Place(disk, frame_offset(superblock, local, frame_class, frame), superblock.incarnation)
 
     def close(self) -> None:
-        """Close the devices. No read may be running."""
+        """Close the devices. No read may be in progress."""
         for disk, _ in self._devices:
             if disk is not None:
                 disk.close()

@@ -34,7 +34,7 @@ from kvstore.tier.nvme import geometry
 from kvstore.tier.nvme.disk import BLOCK_BYTES, aligned_buffer
 
 VERSION: Final = 2
-OWNER_BYTES: Final = 64  # of a node's name
+OWNER_BYTES: Final = 64  # size of a node's name
 TABLE_AT: Final = BLOCK_BYTES
 _SUPER_MAGIC: Final = b"KVNVME01"
 _TABLE_MAGIC: Final = b"KVTABLE1"
@@ -74,7 +74,7 @@ class Superblock:
     table_bytes: int
     version: int = VERSION
     complete: bool = True
-    secret: bytes = field(default=bytes(SECRET_BYTES), repr=False, compare=False)  # of the pool; zeros: not known here
+    secret: bytes = field(default=bytes(SECRET_BYTES), repr=False, compare=False)  # the pool's; zeros if unknown
 
     @classmethod
     def plan(
@@ -127,9 +127,9 @@ class ExtentOnDisk:
     """An extent in the table.
 
     Attributes:
-        position: on the device, or in the row of devices.
+        position: its position on the device, or in the row of devices.
         number: the extent's number in addresses.
-        clean: nothing was written to the extent since its directory.
+        clean: nothing was written to the extent since its directory was written.
         directory_sum: the checksum of that directory; 0 if there is none.
     """
 
