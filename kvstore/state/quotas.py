@@ -44,7 +44,7 @@ class Quotas:
         out: list[do.Instruction],
         used_ms: int | None = None,
     ) -> int:
-        """Return how many of ``count`` pages the tenant of a root may add, after its coldest tails have left.
+        """Return how many of ``count`` pages the tenant of a root may add, after its coldest tails were evicted.
 
         Args:
             number: number of the root.

@@ -238,7 +238,7 @@ class TierAccounts:
 
     def __init__(self, tier: Tier, quotas: dict[str, int | None], empty: OrderedDict[int, None] | None = None) -> None:
         self.tier = tier
-        # Numbers of roots that may have nothing any more, in the order in which they became empty.
+        # Numbers of roots that might no longer have anything, in the order in which they became empty.
         self._empty = empty if empty is not None else OrderedDict()
         self.quotas = quotas
         self.limited = self.suspect = any(quota is not None for quota in quotas.values())

@@ -21,7 +21,7 @@ ids that prove them; and one byte range, the same for every page. The reply has 
 
     RANGE   first page, pages | tier | one checksum per piece | the bytes of all these pages, end to end
     RANGE   ...
-    END     how many leading pages were unchanged until they were sent, and why not more
+    END     how many leading pages were unchanged until they were sent, and why no more
 
 The pages of a RANGE are valid only after END. They are sent directly from memory, where another page may replace them
 at any time. END says how many were unchanged. A *piece* is the part of a page that has one checksum (low 32 bits of
@@ -36,7 +36,7 @@ unchanged until then. The pages are valid only after that::
     ATTACHED   incarnation of the memory u64 | metadata of the node's agent
     LEND       as READ
     LENT       incarnation u64, lease u64, runs u32, pages u32, checksums of a page u32 | runs | words u64[pages] |
-               checksums u32[pages, ...] | why not more
+               checksums u32[pages, ...] | why no more
     RETURN     lease u64, runs u32, pages u32 | runs | words u64[pages]
     RETURNED   as END
 
@@ -473,7 +473,7 @@ def unpack_range(raw: bytearray, body_bytes: int, request: ReadRequest, next_pag
 
 
 def pack_end(pages: int, reason: str) -> bytes:
-    """Return the body of END: how many leading pages were sent unchanged, and why not more, in the words of
+    """Return the body of END: how many leading pages were sent unchanged, and why no more, in the words of
     ``Match.reason``."""
     return _END.pack(pages) + reason.encode()
 

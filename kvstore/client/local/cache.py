@@ -275,7 +275,7 @@ class LocalCache(PrefixCache):
 
     def _read_lower_tiers(self, mapped: MappedNode, keys: Keys, rows: Rows, below: dict[Tier, int]) -> tuple[int, str]:
         """Read the leading pages of ``keys`` into ``rows``. Each tier continues where the next faster tier ends. Add
-        the number of pages from each tier to ``below``. Return how many pages were read, and why not more."""
+        the number of pages from each tier to ``below``. Return how many pages were read, and why no more."""
         pages, reason = 0, ABSENT
         for tier, reader in mapped.below.items():
             count, tier_reason = self._read_tier(mapped, reader, keys, rows)
@@ -418,7 +418,7 @@ class LocalCache(PrefixCache):
         self, keys: Keys, shard: Shard, rows: Rows, verify: bool
     ) -> tuple[int, Counter[Tier], str]:
         """Read whole pages, and copy the shard's part of each into ``rows``. Return how many pages, how many from each
-        tier, and why not more."""
+        tier, and why no more."""
         parts = shard.unpacked(rows)
         step = max(1, WHOLE_BYTES // self.page_bytes)
         whole = empty((min(step, len(keys)), self.page_bytes))

@@ -32,7 +32,7 @@ _STAMPED_BIT = np.uint64(STAMPED << 48)
 
 
 def copy_proven(mapped: MappedNode, keys: Keys, rows: Rows, chain: ChainQuery, verify: bool) -> tuple[int, str]:
-    """Copy the leading pages that are in DRAM now into ``rows``. Return how many, and why not more."""
+    """Copy the leading pages that are in DRAM now into ``rows``. Return how many, and why no more."""
     runs, _, reason = prove(mapped, keys, chain.frame_class.page_bytes, chain.closed)
     copied, changed = copy_runs(runs, rows, time.monotonic_ns())
     if verify:
@@ -43,7 +43,7 @@ def copy_proven(mapped: MappedNode, keys: Keys, rows: Rows, chain: ChainQuery, v
 def copy_shard(
     mapped: MappedNode, keys: Keys, shard: Shard, target: Rows, chain: ChainQuery, now_ns: int
 ) -> tuple[int, str]:
-    """Copy a shard's part of the leading pages that are in DRAM now. Return how many pages, and why not more.
+    """Copy a shard's part of the leading pages that are in DRAM now. Return how many pages, and why no more.
 
     Counts the copied pages. The caller reads the others as whole pages, which counts them.
     """

@@ -30,7 +30,7 @@ LEASE_MS: Final = int(2000 * COPY_DEADLINE_S)
 
 
 def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: ChainQuery) -> tuple[int, str]:
-    """Copy the leading pages that are in DRAM now into device memory. Return how many, and why not more.
+    """Copy the leading pages that are in DRAM now into device memory. Return how many, and why no more.
 
     Raises:
         DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
@@ -53,7 +53,7 @@ def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: Chain
 
 def near_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: ChainQuery) -> tuple[int, int, str]:
     """Copy the leading pages that are in DRAM, or after these in engines' memory that the device can access. Return how
-    many pages, how many of them from engines' memory, and why not more. Raises as ``proven_to_device``."""
+    many pages, how many of them from engines' memory, and why no more. Raises as ``proven_to_device``."""
     pages, reason = proven_to_device(node, keys, rows, chain)
     mapped = node.mapped()
     if reason not in ELSEWHERE or pages == len(keys) or mapped is None or not mapped.hbm.readable():

@@ -521,7 +521,7 @@ class NvmeRead:
 
     def result(self, silence_s: float) -> tuple[int, str]:
         """Wait for the read, and mark the pages as used. Return how many leading pages are in the rows and proven, and
-        why not more ("" for all)."""
+        why no more ("" for all)."""
         pages, reason = self._read_parts(silence_s)
         now_ns = time.monotonic_ns()
         for run in self._runs:
@@ -539,7 +539,7 @@ class NvmeRead:
 
     def _read_parts(self, silence_s: float) -> tuple[int, str]:
         """Check and copy the parts in the order in which their reads end. Return how many leading pages are in the
-        rows, and why not more."""
+        rows, and why no more."""
         batch, parts = self._batch, list(self._parts)
         end = parts[-1].page + parts[-1].length if parts else 0
         reasons = {part.page: IO for part in parts}  # why pages are missing, by the first missing page of each part

@@ -129,7 +129,7 @@ class PendingRead(Protocol):
 
     def result(self, silence_s: float) -> tuple[int, str]:
         """Wait for the read, and mark the pages as used. Return how many leading pages are in the rows and proven, and
-        why not more ("" for all). The reason is "io" if nothing arrived for ``silence_s``."""
+        why no more ("" for all). The reason is "io" if nothing arrived for ``silence_s``."""
         ...
 
 

@@ -167,7 +167,7 @@ class RemoteLease(Lease):
                 self._node.call("Release", pb.ReleaseRequest(lease=lease), pb.Empty, RELEASE_S, again=False)
 
     def _request_lease(self) -> tuple[int, str]:
-        """Request the lease. Return the number of leading pages that it covers, and why not more."""
+        """Request the lease. Return the number of leading pages that it covers, and why no more."""
         request = pb.LeaseRequest(pages=self._page_message(self._keys), ttl_ms=self._ttl_ms)
         reply = self._node.call("Lease", request, pb.LeaseReply)
         self._lease = reply.lease
