@@ -48,11 +48,11 @@ def served(tmp_path: Path) -> Iterator[DataEntry]:
 
 def test_a_thousand_nodes_are_told_in_pages(served: DataEntry) -> None:
     with_names = sorted(NAMES)
-    told = cluster._asked(served, "default")
+    told = cluster._directory_state(served, "default")
     assert told is not None and told["peers"] == with_names and list(told["heard_ago_s"]) == with_names
     assert told["entries"] == NODES and "more" not in told and "last" not in told
-    assert f"lists {NODES} of {NODES} nodes" in cluster._knows(served, told)
-    report = verify._verified(served, "default", 1.0)
+    assert f"lists {NODES} of {NODES} nodes" in cluster._directory_text(served, told)
+    report = verify._verify_node(served, "default", 1.0)
     assert report["directory"]["peers"] == with_names
     findings = verify._findings({**report, "error": ""}, with_names, True)
     assert findings == []
