@@ -72,14 +72,18 @@ class Dispatcher:
         try:
             if message.op != Op.HELLO:
                 raise InvalidRequest("message", "the first request must be HELLO")
-            protocol = control.unpack_json(message.body).get("protocol")
+            hello = control.unpack_json(message.body)
+            protocol = hello.get("protocol")
             if protocol != control.PROTOCOL:
                 raise InvalidRequest("protocol", f"must be {control.PROTOCOL} (got {protocol!r})")
             if message.a == 0:
                 raise InvalidRequest("session", "must not be 0")
+            granted = hello.get("granted")
+            if granted is not None and not isinstance(granted, int):
+                raise InvalidRequest("granted", "must be a generation")
         except InvalidRequest as error:
             return 0, _refused(message, error)
-        reply = self.node.handle(ev.SessionOpened(time.monotonic_ns(), message.a))
+        reply = self.node.handle(ev.SessionOpened(time.monotonic_ns(), message.a, granted))
         if reply.status != Status.OK:
             reason = f"{self.node.config.sessions_max} sessions are open, sessions_max allows no more"
             return 0, _failed(message, reason)

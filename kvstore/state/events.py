@@ -36,10 +36,16 @@ class BaseEvent:
 
 @dataclass(slots=True)
 class SessionOpened(BaseEvent):
-    """A client has registered its session, possibly again after a restart of the daemon."""
+    """A client has registered its session, possibly again after a restart of the daemon.
+
+    Attributes:
+        granted: the highest generation of a frame whose grant has reached the client; None if the caller knows all.
+            Frames with a higher one were granted in replies that were lost.
+    """
 
     now_ns: int
     session: int
+    granted: int | None = None
 
 
 @dataclass(slots=True)

@@ -175,7 +175,13 @@ class NodeState:
                 return [do.Reply(Status.NO_SPACE)]
             session = self.sessions[event.session] = ClientSession()
         session.connected = True
-        return [do.Reply()]
+        out: list[do.Instruction] = []
+        if event.granted is not None:
+            lost = sorted(address for address in session.granted if address.generation > event.granted)
+            if lost:
+                self._free_granted(session, lost, out)
+                self.counters["grants_lost"] += len(lost)
+        return [*out, do.Reply()]
 
     def _session_lost(self, event: ev.ConnectionLost) -> list[do.Instruction]:
         session = self.sessions.get(event.session)

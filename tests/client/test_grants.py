@@ -10,7 +10,8 @@ import pytest
 
 import kvstore
 from kvstore.client.local import grants
-from tests.helpers.processes import Machine, frames, put, wait_until
+from kvstore.errors import Unavailable
+from tests.helpers.processes import Machine, check_laws, frames, put, wait_until
 
 LAYOUT = kvstore.Layout(model="m", layers=2, kv_heads=1, head_dim=32, dtype="float16", page_tokens=8)
 
@@ -55,3 +56,37 @@ def test_frames_granted_just_before_a_kill_come_back(machine: Machine, monkeypat
         daemon.kill()
         machine.serve("n")
         wait_until("what was granted comes back", lambda: frames(store)["reserved"] == 0)
+
+
+def test_frames_of_a_reply_that_came_too_late_come_back(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node was stopped for longer than the client waits; the client writes no more, and its session lives."""
+    monkeypatch.setattr(grants, "IDLE_S", 1.0)
+    daemon = machine.serve("n", dram="16MiB")
+    with machine.connect("n", timeout_s=0.5) as store, machine.connect("n") as other:
+        cache = store.cache(LAYOUT)
+        keys, pages = cache.keys(np.arange(64, dtype=np.uint32)), np.zeros((8, LAYOUT.page_bytes), np.uint8)
+        assert cache.put(keys[:1], pages[:1]) == 1
+        wait_until("it has no frames", lambda: frames(other)["reserved"] == 0)
+        daemon.stop()
+        with pytest.raises(Unavailable):
+            cache.put(keys, pages)
+        pool = store._node.mapped().pool(cache.frame_class)
+        assert pool._late, "no request for frames is unanswered"
+        daemon.resume()
+        wait_until("the reply is read", lambda: not pool._late)
+        wait_until("the frames come back", lambda: frames(other)["reserved"] == 0)
+        assert cache.put(keys, pages) == 7
+
+
+def test_frames_of_a_reply_that_was_lost_come_back(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon dies after it has granted them and before it replies. The session goes on with the next daemon."""
+    monkeypatch.setattr(grants, "IDLE_S", 1.0)
+    daemon = machine.serve("n", dram="16MiB", failpoint="node.reply:3")
+    with machine.connect("n") as store:
+        put(store, 1, 4)
+        daemon.wait(30.0)
+        machine.serve("n", dram="16MiB")
+        put(store, 2, 4)
+        assert store.stats()["counters"]["grants_lost"] > 0, "no reply was lost"
+        wait_until("all come back", lambda: frames(store)["reserved"] == 0)
+        check_laws(store)

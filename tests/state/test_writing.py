@@ -311,3 +311,15 @@ def test_sessions_are_bounded() -> None:
         Status.NO_SPACE,
         Status.OK,
     ]
+
+
+def test_a_session_that_opens_again_gives_back_what_was_granted_in_a_lost_reply() -> None:
+    """HELLO names the highest generation that reached the client; frames of an earlier reply stay its own."""
+    world = node()
+    world.grant(A, SMALL, 4)
+    known = set(world.state.sessions[A].granted)
+    world.send(ev.Grant(world.now_ns, A, SMALL, 4))  # its reply never arrives
+    assert len(world.state.sessions[A].granted) == 8
+    world.open(A)
+    assert world.state.sessions[A].granted == known and world.state.counters["grants_lost"] == 4
+    world.check()

@@ -46,10 +46,11 @@ _REFUSALS = (int(Status.INVALID), int(Status.FAILED))
 class SocketReply:
     """A request that was sent, until the reply arrives or the connection is lost."""
 
-    __slots__ = ("_channel", "_deadline", "_state", "_message", "request_id")
+    __slots__ = ("_channel", "_deadline", "_state", "_message", "op", "request_id")
 
-    def __init__(self, channel: SocketChannel, request_id: int, deadline: float) -> None:
+    def __init__(self, channel: SocketChannel, op: Op, request_id: int, deadline: float) -> None:
         self._channel = channel
+        self.op = op
         self._deadline = deadline
         self._state = _NEW
         self._message: Message | None = None
@@ -108,11 +109,12 @@ class SocketChannel:
         self._refusal = ""
         self._is_replaced = False  # closed because another channel follows
         self._sending = threading.Lock()  # taken to encode and send a request, and to connect
-        self._changed = threading.Condition()  # guards the following five attributes
+        self._changed = threading.Condition()  # guards the following six attributes
         self._socket: socket.socket | None = None
         self._lost_sockets: list[socket.socket] = []  # to be closed once no thread can use them
         self._is_receiving = False  # a thread is receiving for all waiting threads
         self._waiting: deque[SocketReply] = deque()  # unanswered requests, in their order
+        self._generation_max = 0  # of all frames that this session was granted in a reply that arrived
         self._buffer = bytearray(MESSAGE_BYTES_MAX)
         self._request_id = 0
         self._pid = os.getpid()
@@ -160,7 +162,7 @@ class SocketChannel:
         try:
             self._request_id = request_id = self._request_id + 1 & 0xFFFFFFFF
             data = control.encode(op, request_id, count=count, a=a, b=b, flags=flags, body=body)
-            reply = SocketReply(self, request_id, deadline)
+            reply = SocketReply(self, op, request_id, deadline)
             while True:
                 if op is Op.GRANT and flags & AHEAD and self._socket is None:  # frames ahead are not worth a connection
                     raise NodeUnavailable(f"{self.folder.name}: not connected, and the request is not urgent")
@@ -267,12 +269,17 @@ class SocketChannel:
     def _hello(self, sock: socket.socket, deadline: float) -> None:
         """Exchange HELLO with the daemon, check its incarnation, and send requests that are published in an old log.
 
+        HELLO names the highest generation of a frame that this session was granted. Generations grow, so the node knows
+        which of its grants were lost with an earlier connection, and frees those frames.
+
         Raises:
             OSError: the daemon ended, or did not answer in time.
             NodeUnavailable: the daemon has too many sessions, or the node was recreated.
             VersionMismatch, InvalidRequest, Unavailable: the daemon refused.
         """
-        body = control.pack_json({"protocol": control.PROTOCOL})
+        with self._changed:
+            granted = self._generation_max
+        body = control.pack_json({"protocol": control.PROTOCOL, "granted": granted})
         sock.send(control.encode(Op.HELLO, 0, a=self._session, b=os.getpid(), body=(body,)))
         while True:
             try:
@@ -358,6 +365,9 @@ class SocketChannel:
         if message is None or not self._waiting or self._waiting[0].request_id != message.request_id:
             return False
         reply = self._waiting.popleft()
+        if reply.op is Op.GRANT and message.op == Status.OK:
+            granted = control.unpack_addresses(message.body, message.entries)
+            self._generation_max = max([self._generation_max, *(address.generation for address in granted)])
         reply._message = message
         reply._state = _DONE
         return True

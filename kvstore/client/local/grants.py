@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvstore.client.local.publisher import Channel, PendingReply
 from kvstore.client.prefix_cache import PendingPut
-from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.wire.control import (
     AHEAD,
@@ -84,6 +84,7 @@ class GrantPool:
         self._timer: threading.Timer | None = None
         self._request_ahead: PendingReply | None = None  # a request for frames whose reply is not read
         self._unread: deque[PendingPut] = deque()
+        self._late: list[PendingReply] = []  # requests without a reply at their deadline; the channel bounds them
 
     def __len__(self) -> int:
         return sum(map(len, self._runs))
@@ -92,7 +93,7 @@ class GrantPool:
     def is_idle(self) -> bool:
         """True if the pool has no frame, and none is requested or being returned."""
         is_waiting = self._request_ahead is not None or self._timer is not None
-        return not (self._runs or self._forfeited or self._unread or is_waiting)
+        return not (self._runs or self._forfeited or self._unread or self._late or is_waiting)
 
     def take(self, count: int) -> list[Address]:
         """Take up to ``count`` frames, and return them ascending. They come from the shortest run that has ``count``
@@ -144,6 +145,14 @@ class GrantPool:
             with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
                 self.add(self.granted(reply))
 
+    def _read_late(self) -> None:
+        """Add the frames of replies that have arrived after their deadline."""
+        with self._lock:
+            late, self._late = self._late, []
+        for reply in late:
+            with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
+                self.add(self.granted(reply))
+
     def add(self, addresses: list[Address]) -> None:
         """Add frames that were granted, or that their taker has not sealed. Frames beyond ``ahead_max`` are returned to
         the node."""
@@ -190,13 +199,15 @@ class GrantPool:
     def _check_idle(self) -> None:
         """Return the frames if none was taken for ``IDLE_S``. Start the timer again if the pool is still in use."""
         self._read_request_ahead()
+        self._read_late()
         if time.monotonic() - self._used_s >= IDLE_S:
             self._read_puts(0)
         with self._lock:
             self._timer, unused = None, []
             if time.monotonic() - self._used_s >= IDLE_S:
                 unused, self._runs = [*chain.from_iterable(self._runs)], []
-            if self._runs or self._unread or self._request_ahead is not None:  # another thread may have sent a request
+            # Another thread may have sent a request.
+            if self._runs or self._unread or self._late or self._request_ahead is not None:
                 self._start_timer()
         self.forfeit(unused)
 
@@ -210,15 +221,22 @@ class GrantPool:
         body = (purpose.before, self.root)
         return self._channel.request(Op.GRANT, count=count, a=number, b=since, flags=flags, body=body)
 
-    @staticmethod
-    def granted(reply: PendingReply) -> list[Address]:
+    def granted(self, reply: PendingReply) -> list[Address]:
         """Wait for the reply to a request, and return the granted frames, ascending. The list is empty if the node has
-        no free frames, or has none yet.
+        no free frames, or has none yet. Frames in a reply that arrives after its deadline are added to the pool.
 
         Raises:
             QuotaExceeded: the tenant's quota is used up.
+            NodeUnavailable, DeadlineExceeded: there is no reply.
         """
-        message = reply.result()
+        try:
+            message = reply.result()
+        except DeadlineExceeded:
+            with self._lock:
+                self._late.append(reply)
+                if self._timer is None:
+                    self._start_timer()
+            raise
         if message.op == Status.OVER_QUOTA:
             raise QuotaExceeded(OVER_QUOTA)
         return sorted(unpack_addresses(message.body, message.entries))

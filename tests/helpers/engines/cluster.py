@@ -192,13 +192,6 @@ class Cluster:
             patch.setenv("KVSTORE_SHM_DIR", str(self.machine.shm_dir))
             return kvstore.connect(NODE, 10.0)
 
-    def end_engines(self) -> None:
-        """SIGTERM to every engine. Frames that a killed or stopped node granted in a reply that did not arrive come
-        back only with the end of their session."""
-        for process in self._engines.values():
-            if process.alive:
-                process.terminate()
-
     def idle_all(self) -> None:
         """Every engine has all its frames back, and the laws of the node hold."""
         for name in self.flags:
@@ -312,7 +305,6 @@ def made(engines: dict[str, dict[str, str]], logs: Path, **node: str) -> Iterato
     try:
         cluster.ready(*engines)
         yield cluster
-        cluster.end_engines()
         cluster.settled()
     finally:
         cluster.close()

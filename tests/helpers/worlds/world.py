@@ -89,11 +89,13 @@ class Pinned:
 
 @dataclass
 class Client:
-    """One process. ``granted``: frames to write ahead; ``writing``: (address, shard) it may store into."""
+    """One process. ``granted``: frames to write ahead; ``granted_max``: the highest generation of one that it ever had;
+    ``writing``: (address, shard) it may store into."""
 
     session: int
     alive: bool = True
     granted: dict[FrameClass, list[Address]] = field(default_factory=dict)
+    granted_max: int = 0
     writing: dict[tuple[Address, int], tuple[int, bytes]] = field(default_factory=dict)  # -> (group, key)
     forfeited: list[Address] = field(default_factory=list)
     leases: dict[int, dict[Address, int]] = field(default_factory=dict)  # lease (-lease: of an earlier daemon)
@@ -271,7 +273,7 @@ class World:
         client = self.clients.get(session)
         if client is None:
             client = self.clients[session] = Client(session)
-        reply = self.send(ev.SessionOpened(self.now_ns, session))
+        reply = self.send(ev.SessionOpened(self.now_ns, session, client.granted_max))
         assert reply is None or reply.status == Status.OK
         return client
 
@@ -317,6 +319,7 @@ class World:
         assert (reply.status == Status.OK) == bool(reply.addresses)
         self._claim(session, reply.addresses)
         client.granted.setdefault(frame_class, []).extend(reply.addresses)
+        client.granted_max = max([client.granted_max, *(address.generation for address in reply.addresses)])
         return len(reply.addresses)
 
     def tail(self, session: int) -> tuple[int, bytes]:
