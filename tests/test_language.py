@@ -160,7 +160,7 @@ def test_names_that_a_docstring_describes_exist(part: str) -> None:
                 getattr(base, "id", "") not in ("Protocol", "ABC", "NamedTuple") for base in node.bases
             )
             if documented and not inherits:
-                names = described(ast.get_docstring(node) or "")  # type: ignore[arg-type]
+                names = described(ast.get_docstring(node) or "")
                 missing = set(names) - names_in(node) if names else set()
-                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in sorted(missing)]  # type: ignore[attr-defined]
+                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in sorted(missing)]
     assert wrong == []

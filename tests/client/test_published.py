@@ -26,6 +26,7 @@ from tests.helpers.processes import (
     check_pages,
     evict_all,
     frames,
+    kill,
     log_of,
     put,
     wait_settled,
@@ -116,18 +117,7 @@ def test_a_put_that_returned_survives(killed: str, machine: Machine) -> None:
     daemon.stop()
     puts = len(worker.events("put"))
     worker.wait_for("put", puts + 3)  # it goes on as long as its frames last
-    if killed != "daemon":
-        worker.stop()
-        worker.resume()
-        worker.kill()
-    if killed != "writer":
-        daemon.kill()
-        daemon = machine.serve("n")
-    else:
-        daemon.resume()
-    if killed == "daemon":
-        worker.wait_for("put", len(worker.events("put")) + 3)
-        worker.kill()
+    kill(machine, killed, worker, daemon)
     acked = worker.acknowledged()
     assert len(acked) >= puts + 3
     check_pages(store, acked)

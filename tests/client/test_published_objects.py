@@ -23,6 +23,7 @@ from tests.helpers.processes import (
     check_laws,
     evict_all,
     frames,
+    kill,
     log_of,
     wait_settled,
     wait_until,
@@ -99,18 +100,7 @@ def test_published_objects_survive(killed: str, machine: Machine) -> None:
     daemon.stop()
     puts = len(worker.events("put"))
     worker.wait_for("put", puts + 1)
-    if killed != "daemon":
-        worker.stop()
-        worker.resume()
-        worker.kill()
-    if killed != "writer":
-        daemon.kill()
-        daemon = machine.serve("n", dram="256MiB")
-    else:
-        daemon.resume()
-    if killed == "daemon":
-        worker.wait_for("put", len(worker.events("put")) + 3)
-        worker.kill()
+    kill(machine, killed, worker, daemon, dram="256MiB")
     acked: dict[str, bytes] = {}
     for event in worker.events("put"):
         assert event["stored"] == [True] * 6

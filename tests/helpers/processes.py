@@ -378,6 +378,23 @@ def check_laws(store: Store) -> None:
     assert findings == [], f"{len(findings)} findings: " + "\n".join(findings[:20])
 
 
+def kill(machine: Machine, killed: str, worker: Worker, daemon: Daemon, **flags: str) -> None:
+    """Kill the "daemon" of node ``n``, which is stopped, the "writer", or "both". Node ``n`` serves afterwards, and the
+    writer, which goes on if only the daemon is killed, ends."""
+    if killed != "daemon":
+        worker.stop()
+        worker.resume()
+        worker.kill()
+    if killed == "writer":
+        daemon.resume()
+    else:
+        daemon.kill()
+        machine.serve("n", **flags)
+    if killed == "daemon":
+        worker.wait_for("put", len(worker.events("put")) + 3)
+        worker.kill()
+
+
 def wait_settled(store: Store, timeout_s: float = SETTLE_S) -> None:
     """Frames of dead writers have come back, leases and reservations of the dead have ended."""
 

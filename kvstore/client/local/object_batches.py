@@ -554,9 +554,10 @@ class ObjectsPut:
         try:
             if failpoint.ACTIVE:
                 failpoint.hit("client.granted")
+            body = self._body(pool.frame_class, objects, frames)  # before the copy, as in ``LocalPut.send``
             with self._mapped.channel.copies:
                 self._copy(objects, frames)
-            return _ObjectBatch(pool, objects, frames, self._body(pool.frame_class, objects, frames))
+            return _ObjectBatch(pool, objects, frames, body)
         except BaseException:
             pool.forfeit(frames)
             raise
