@@ -170,8 +170,8 @@ class HttpServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    # If strangers fill this queue, the kernel drops a caller's first packet, which is sent again after 1, 3 and 7 s. In a
-    # longer queue, a caller waits longer for the requests of strangers.
+    # If strangers fill this queue, the kernel drops a caller's first packet, which is sent again after 1, 3 and 7 s. In
+    # a longer queue, a caller waits longer for the requests of strangers.
     request_queue_size = 256
 
     def __init__(self, address: str, routes: dict[str, Route], hosts: HostNames) -> None:
