@@ -2,14 +2,14 @@
 
 A value that fits into one page is stored as one page, the *head*. A larger value is a chain: first *pieces*, which are
 full pages of data, and last the head with the rest of the data. So the head is sealed last and evicted first. The key
-of the head depends only on the salt and the string. The keys of the pieces also depend on a random nonce. The record of
-every page has these fields in place of token ids::
+of the head depends only on the salt and the string. The keys of the pieces also depend on the value's nonce. The record
+of every page has these fields in place of token ids::
 
     mark u32 | key bytes u32 | value bytes u64 | pieces u32 | number u32 (0: the head) | the string, padded with zeros
 
-Its extra is 8 bytes that distinguish heads from pieces, and the nonce. Worked example: 600 KiB under
-"weights/3" become two pieces of 256 KiB and a head with 88 KiB, in three frames of 256 KiB. A reader of the head can
-compute the keys of both pieces.
+Its extra is 4 bytes that distinguish heads from pieces, and the nonce: a stamp, which says which of two values of a key
+was put later, and 4 random bytes. Worked example: 600 KiB under "weights/3" become two pieces of 256 KiB and a head
+with 88 KiB, in three frames of 256 KiB. A reader of the head can compute the keys of both pieces.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from kvstore.model.replica import EXTRA, IDENTITY_HEAD_BYTES, KEY_BYTES, ROOT, F
 KEY_BYTES_MAX = 1000
 PAGE_SIZES = (4096, 16384, 65536, 262144, 1048576)
 WIDTHS = (32, 256)  # words of these fields in a record: for short strings, and for up to KEY_BYTES_MAX
-HEAD_TAG, PIECE_TAG = b"kvobject", b"kvpieces"
+HEAD_TAG, PIECE_TAG = b"kvoh", b"kvop"
 OBJECTS_MODEL = "kvstore.objects"  # ``Layout.model`` of all objects
-NONCE_BYTES = 8
+NONCE_BYTES = 12
+STAMP_BYTES = 8
+RANDOM_BYTES = NONCE_BYTES - STAMP_BYTES
 _MARK = 0x314A424F
 _ABOUT = struct.Struct("<IIQII")
 assert _ABOUT.size + KEY_BYTES_MAX == 4 * WIDTHS[1]
@@ -49,6 +51,22 @@ def key_hash(root: bytes, name: bytes) -> bytes:
 def object_root(salt: str) -> bytes:
     """Return the 16-byte root of all objects of a salt."""
     return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"kvstore.objects").digest()
+
+
+def make_nonces(stamp: int, random: bytes) -> list[bytes]:
+    """Return new nonces, one for every ``RANDOM_BYTES`` of ``random``.
+
+    Args:
+        stamp: the time of the put, in nanoseconds since the epoch. The value of a key with the largest stamp is the
+            latest.
+    """
+    start = stamp.to_bytes(STAMP_BYTES, "little")
+    return [start + random[at : at + RANDOM_BYTES] for at in range(0, len(random), RANDOM_BYTES)]
+
+
+def stamp_of(nonce: bytes) -> int:
+    """Return the stamp in a nonce."""
+    return int.from_bytes(nonce[:STAMP_BYTES], "little")
 
 
 def encode_name(key: object) -> bytes:

@@ -227,7 +227,7 @@ class Objects:
 
 
 _ALONE = standings_of(0, 0, 1)
-_HEAD, _PIECE = np.frombuffer(HEAD_TAG + PIECE_TAG, np.uint64).tolist()
+_HEAD, _PIECE = np.frombuffer(HEAD_TAG + PIECE_TAG, np.uint32).tolist()
 _TAG = slice(EXTRA.start, EXTRA.start + len(HEAD_TAG))
 Span = tuple[int, int]
 """The range of an object's pages in a request: the place of the first page, and the place after the head."""
@@ -348,7 +348,7 @@ class ObjectBatches:
 
 def _spans(event: ev.SealObjects) -> list[Span]:
     """Return the spans of a request's objects; an empty list if its pages do not form whole objects."""
-    tags: list[int] = event.rows[:, _TAG].copy().view(np.uint64)[:, 0].tolist()
+    tags: list[int] = event.rows[:, _TAG].copy().view(np.uint32)[:, 0].tolist()
     stops = [page for page, tag in enumerate(tags, 1) if tag == _HEAD]
     if not is_object_class(event.frame_class) or tags[-1] != _HEAD or tags.count(_PIECE) + len(stops) != len(tags):
         return []

@@ -38,12 +38,13 @@ from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.device.host_memory import copy
 from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import (
-    NONCE_BYTES,
+    RANDOM_BYTES,
     About,
     HeadRows,
     class_for,
     is_object_class,
     key_hash,
+    make_nonces,
     pieces_of,
     read_row,
 )
@@ -339,11 +340,16 @@ def find_head(mapped: MappedNode, root: bytes, name: bytes) -> ProvenHead | None
     return None
 
 
+def new_nonces(count: int) -> list[bytes]:
+    """Return nonces of values that are put now."""
+    return make_nonces(time.time_ns(), secrets.token_bytes(RANDOM_BYTES * count))
+
+
 def plan_object(mapped: MappedNode, name: bytes, value_bytes: int) -> tuple[FrameClass, About]:
     """Return the frame class and the description of an object to be put."""
     frame_class = class_for(name, value_bytes, int(mapped.header.extent_bytes))
     pieces = pieces_of(value_bytes, frame_class.page_bytes)
-    return frame_class, About(name, value_bytes, pieces, secrets.token_bytes(NONCE_BYTES))
+    return frame_class, About(name, value_bytes, pieces, new_nonces(1)[0])
 
 
 def copy_from(source: Scattered, start: int, mapped: MappedNode, addresses: list[Address]) -> None:
@@ -506,7 +512,7 @@ class ObjectsPut:
         """Yield groups of objects that fit one request, each with the pool of their frames. Objects that are larger
         than a request are left to the caller."""
         by_class: dict[FrameClass, list[_NewObject]] = {}
-        nonces = secrets.token_bytes(NONCE_BYTES * len(self._names))
+        nonces = new_nonces(len(self._names))
         extent_bytes, replaced = int(self._mapped.header.extent_bytes), self._replaced
         last_class, objects = None, list[_NewObject]()
         for position, (name, source) in enumerate(zip(self._names, self._sources, strict=True)):
@@ -518,7 +524,7 @@ class ObjectsPut:
             if frame_class is not last_class:  # usually all values of a call have one class
                 last_class, objects = frame_class, by_class.setdefault(frame_class, [])
             pieces = pieces_of(size, frame_class.page_bytes) if size > frame_class.page_bytes else 0
-            about = About(name, size, pieces, nonces[NONCE_BYTES * position : NONCE_BYTES * (position + 1)])
+            about = About(name, size, pieces, nonces[position])
             objects.append(_NewObject(position, about, pieces + 1))
         for frame_class, objects in by_class.items():
             pool = self._mapped.pool(frame_class, self._root if self._publishes else b"")

@@ -32,7 +32,7 @@ import xxhash
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES, Address, FrameClass
 from kvstore.tier.nvme import geometry
 
-VERSION: Final = 1
+VERSION: Final = 2
 REASONS: Final = (
     "header",  # damaged, or not a header
     "version",  # another version of this format
