@@ -40,7 +40,7 @@ def cluster(url: str, pool: str, as_json: bool) -> None:
         }
         print_json({"catalog": url, "pool": pool, "members": members})
         return
-    rows = [("node", each.name, each.host, _first(each.addresses), _sizes(each)) for each in nodes]
+    rows = [("node", each.name, each.host, _first(each.addresses), _node_text(each)) for each in nodes]
     rows += [
         ("engine", each.name, each.host, _first(each.addresses), f"{each.role}, {each.model} on {each.device}")
         for each in engines
@@ -125,8 +125,10 @@ def _directory_text(server: DataEntry, state: dict[str, Any] | None) -> str:
     )
 
 
-def _sizes(node: NodeEntry) -> str:
-    return " + ".join(f"{bytes_text(size)} {tier.upper()}" for tier, size in node.capacity_bytes.items())
+def _node_text(node: NodeEntry) -> str:
+    sizes = " + ".join(f"{bytes_text(size)} {tier.upper()}" for tier, size in node.capacity_bytes.items())
+    zone = f", zone {node.zone}" if node.zone else ""
+    return f"{sizes}{zone}{', draining' if node.draining else ''}"
 
 
 def _first(addresses: tuple[str, ...]) -> str:

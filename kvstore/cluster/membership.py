@@ -25,6 +25,7 @@ from kvstore.cluster.catalog.schema import ClusterEntry, DataEntry, EngineEntry,
 from kvstore.cluster.catalog.task_health import TaskHealth
 from kvstore.config.daemon import ClusterConfig
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeBusy, VersionMismatch
+from kvstore.shm.header import boot_id
 
 RETRY_S: Final = 0.5
 
@@ -494,6 +495,11 @@ class Membership:
 def host() -> str:
     """This machine's name in its entries."""
     return socket.gethostname()[:255]
+
+
+def machine() -> str:
+    """Return the id of this machine's running kernel, for ``NodeEntry.machine``."""
+    return boot_id().hex()
 
 
 def reachable(addresses: Sequence[str]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from kvstore.config.daemon import DaemonConfig, require
+from kvstore.config.daemon import NAME, DaemonConfig, require
 from kvstore.config.reading import (
     GIB,
     KIB,
@@ -249,6 +249,12 @@ class NodeConfig(DaemonConfig):
         ),
         metavar="NAMES",
     )
+    zone: str = setting(
+        "",
+        parse_text,
+        "The zone of this node's machine, such as a rack. Second copies go to another zone if the pool has one.",
+        metavar="NAME",
+    )
     otlp_endpoint: str = setting(
         "",
         parse_text,
@@ -307,6 +313,8 @@ class NodeConfig(DaemonConfig):
         is_valid = not self.otlp_endpoint or is_http_address(self.otlp_endpoint)
         require("otlp_endpoint", is_valid, "must be like http://HOST:PORT", self.otlp_endpoint)
         require("rpcs_max", 1 <= self.rpcs_max <= 65535, "must be from 1 to 65535", self.rpcs_max)
+        is_zone = not self.zone or NAME.fullmatch(self.zone) is not None
+        require("zone", is_zone, "must match [a-zA-Z0-9._-]{1,48}", self.zone)
         require(
             "data_connections", 2 <= self.data_connections <= 65535, "must be from 2 to 65535", self.data_connections
         )

@@ -17,7 +17,7 @@ from kvstore.cluster import peer_links
 from kvstore.cluster.catalog import schema
 from kvstore.cluster.catalog.schema import NodeEntry
 from kvstore.cluster.data_connection import credentials_of
-from kvstore.cluster.membership import Membership, host, reachable
+from kvstore.cluster.membership import Membership, host, machine, reachable
 from kvstore.cluster.peer_links import PeerLinks, PeersFile
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
@@ -162,6 +162,8 @@ def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
         addresses=reachable(api.addresses if api is not None else []),
         capacity_bytes={name.lower(): tier["capacity_bytes"] for name, tier in tiers.items()},
         host=host(),
+        machine=machine(),
+        zone=config.zone,
         version=about.version(),
     )
 

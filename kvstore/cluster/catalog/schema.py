@@ -51,6 +51,10 @@ class NodeEntry:
         addresses: HOST:PORT of its gRPC API, best first; empty if only its own machine can reach it.
         capacity_bytes: capacity of each tier, such as ``{"dram": 2**30}``.
         host: name of the node's machine. Engines on the same host map its memory.
+        machine: id of the machine's running kernel, 32 hex digits. Containers of one machine have the same id, even if
+            their host names differ.
+        zone: the setting ``zone``: nodes of one zone may fail together. "" if it is not known.
+        draining: whether the node is about to leave, so that no page may be copied to it.
         version: version of kvstore.
     """
 
@@ -60,6 +64,9 @@ class NodeEntry:
     addresses: tuple[str, ...] = ()
     capacity_bytes: dict[str, int] = field(default_factory=dict)
     host: str = ""
+    machine: str = ""
+    zone: str = ""
+    draining: bool = False
     version: str = ""
 
 
@@ -265,7 +272,7 @@ def _check_value(item: dataclasses.Field[Any], values: dict[str, Any]) -> Any:
     elif name == "egress_bytes_per_s":
         if type(value) is not int or not 0 < value < 1 << 63:
             problem = "must be an integer above 0"
-    elif name == "tls":
+    elif name in ("tls", "draining"):
         if type(value) is not bool:
             problem = "must be true or false"
     elif not isinstance(value, str) or len(value) > TEXT_MAX:
