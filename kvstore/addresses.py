@@ -9,6 +9,7 @@ from pathlib import Path
 from kvstore.client.buffers import check_seconds
 from kvstore.client.local.node import LocalNode
 from kvstore.client.local.peer_reads import PeerReader
+from kvstore.client.local.pool_objects import PoolObjects
 from kvstore.client.local.store import LocalStore
 from kvstore.client.remote.endpoint import CallerCredentials, endpoint, is_remote
 from kvstore.client.store import Store
@@ -81,6 +82,7 @@ def _connect_local(name: str | None, timeout_s: float) -> Store:
         raise InvalidRequest("address", f"{folder.path} belongs to another user")
     node = LocalNode(folder.path, timeout_s=timeout_s)
     node.peer_reader = PeerReader(folder.path)
+    node.pool_objects = PoolObjects(node.peer_reader)
     deadline = time.monotonic() + timeout_s
     while node.mapped() is None:
         if time.monotonic() >= deadline or not folder.path.is_dir():

@@ -226,6 +226,10 @@ class Scattered:
         for part, low, high, at in self._cut(start, min(into.size, self.nbytes - start)):
             copy(into[at : at + high - low], part[low:high])
 
+    def views(self, start: int, count: int) -> list[Rows]:
+        """Return views of ``count`` bytes of the value starting at offset ``start``, one for each buffer."""
+        return [part[low:high] for part, low, high, _ in self._cut(start, count)]
+
     def rows(self, start: int, rows: int, row_bytes: int) -> Rows | None:
         """Return a view of the rows starting at ``start`` that are in one buffer, at most ``rows``; None if the first
         row is not in one buffer."""

@@ -73,9 +73,11 @@ _U8 = np.dtype(np.uint8)
 class ObjectVerbs(ABC):
     """The verbs of a store for opaque objects. Keys are text of 1 to 1000 bytes in UTF-8; salts separate tenants.
 
-    A read returns a whole value, as one put wrote it, or nothing. A buffer is any C-contiguous host memory. Each verb
-    raises NodeUnavailable or DeadlineExceeded if the node does not answer in time; through shared memory, only verbs
-    that write do. An invalid argument raises InvalidRequest, and nothing was changed.
+    A read returns a whole value, as one put wrote it, or nothing. If the node is in a pool, verbs that read look on the
+    node first, and then on the other nodes; with ``local``, only on the node. A fault of another node is a miss. A
+    buffer is any C-contiguous host memory. Each verb raises NodeUnavailable or DeadlineExceeded if the node does not
+    answer in time; through shared memory, only verbs that write do. An invalid argument raises InvalidRequest, and
+    nothing was changed.
     """
 
     def __init__(self) -> None:
@@ -112,7 +114,7 @@ class ObjectVerbs(ABC):
         """
 
     @abstractmethod
-    def get(self, key: str, out: Any = None, salt: str = "") -> Any:
+    def get(self, key: str, out: Any = None, salt: str = "", *, local: bool = False) -> Any:
         """Return the value under ``key`` as a new uint8 array, or copy it into ``out`` (a buffer or a list of buffers)
         and return its number of bytes.
 
@@ -122,22 +124,22 @@ class ObjectVerbs(ABC):
             InvalidRequest: as ``put``; ``out`` is too small or not writable.
         """
 
-    def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "") -> list[int]:
+    def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "", *, local: bool = False) -> list[int]:
         """Copy each value into its entry of ``outs``, a buffer or a list of buffers. Return the values' lengths; -1 for
         a missing value.
 
         Raises what ``get`` does; values before the failing one may have been copied.
         """
         names_of(keys, outs, "outs")
-        lengths = [self.get(key, out, salt) for key, out in zip(keys, outs, strict=True)]
+        lengths = [self.get(key, out, salt, local=local) for key, out in zip(keys, outs, strict=True)]
         return [-1 if length is None else int(length) for length in lengths]
 
     @abstractmethod
-    def size(self, key: str, salt: str = "") -> int | None:
+    def size(self, key: str, salt: str = "", *, local: bool = False) -> int | None:
         """Return the number of bytes of the value under ``key``; None if there is none."""
 
     @abstractmethod
-    def contains(self, keys: str | Sequence[str], salt: str = "") -> Any:
+    def contains(self, keys: str | Sequence[str], salt: str = "", *, local: bool = False) -> Any:
         """Return whether there is a value under this key, or for a list of keys a list of booleans."""
 
     @abstractmethod
@@ -206,6 +208,11 @@ def target_of(out: Any) -> Rows | Scattered:
         return out
     target = Scattered.of(out, "out", writable=True)
     return target.parts[0] if len(target.parts) == 1 else target
+
+
+def as_scattered(target: Rows | Scattered) -> Scattered:
+    """Return a target of ``target_of`` as a ``Scattered``."""
+    return target if isinstance(target, Scattered) else Scattered([target])
 
 
 def root_of_salt(salt: str) -> bytes:

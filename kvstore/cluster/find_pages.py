@@ -1,4 +1,4 @@
-"""Finds pages of a chain on other nodes, by asking the owners of the chain's spans.
+"""Finds pages of a chain, or opaque objects, on other nodes, by asking the owners of their spans.
 
 ``cluster.lookup_plan`` decides whom to ask. This module sends the questions of a round, all at the same time. A result
 is reused for a second. Results are not proven: the reader of a page proves it.
@@ -19,11 +19,13 @@ from kvstore.cluster.directory_messages import FIND_PAGES_MAX, pack_find, pack_h
 from kvstore.cluster.lookup_plan import Question, Search, Stretch
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
 from kvstore.errors import KVStoreError
+from kvstore.model.prefix import separate_spans
 from kvstore.wire.data import FrameKind, Namespace, WireError
 
 OWNER_S: Final = 0.3  # how long to wait for an owner's answer
 CACHE_S: Final = 1.0
-CACHE_MAX: Final = 64  # answers in the cache
+CACHE_MAX: Final = 64  # answers about chains in the cache
+OBJECTS_CACHED: Final = 4096  # objects in the cache
 ROUNDS_SILENT: Final = OWNERS + 1  # rounds without an answer: each owner of a span, then the node itself
 OLDER_MAX: Final = 4  # earlier placements to remember
 
@@ -58,6 +60,7 @@ class Finder:
         self._turn = random.randrange(1 << 20)  # processes with the same results ask different nodes
         self._placements: tuple[PoolView | None, Placement, dict[int, Placement]] = None, Placement([]), {}
         self._cache: OrderedDict[tuple[bytes, int], tuple[float, list[Stretch]]] = OrderedDict()
+        self._objects: OrderedDict[bytes, tuple[float, list[str]]] = OrderedDict()
 
     def find(
         self,
@@ -97,6 +100,42 @@ class Finder:
         if not without:
             self._keep(name, now_s + self._cache_s, stretches)
         return stretches
+
+    def find_objects(
+        self, namespace: Namespace, keys: list[bytes], deadline_s: float, without: Collection[str] = ()
+    ) -> list[list[str]]:
+        """Return, for each key of an object, the other nodes that have it, the best first.
+
+        Only results with a node are reused, so an object is found as soon as an owner knows it.
+
+        Args:
+            namespace, deadline_s, without: as for ``find``.
+            keys: at most ``FIND_PAGES_MAX``.
+        """
+        view, now_s = self._peers.look(), time.monotonic()
+        if view is None or len(view.peers) < 2 or not keys:
+            return [[] for _ in keys]
+        nodes = {name for name in view.peers if name != view.node and name not in without}
+        holders: list[list[str]] = []
+        for key in keys:
+            until_s, names = self._objects.get(key, (0.0, []))
+            holders.append([name for name in names if name in nodes] if until_s >= now_s else [])
+        unknown = [at for at, names in enumerate(holders) if not names]
+        if not unknown:
+            return holders
+        wanted = [keys[at] for at in unknown]
+        placement, older = self._placement(view)
+        search = Search(placement, wanted, 0, nodes, False, self._turn, older, separate_spans(len(wanted)))
+        scope = _Scope(namespace, False, placement.number)
+        self._ask(scope, search, view, min(deadline_s, now_s + ROUNDS_SILENT * OWNER_S))
+        for at, names in zip(unknown, search.holders(), strict=True):
+            holders[at] = names
+            if names and not without:
+                self._objects[keys[at]] = now_s + self._cache_s, names
+        while len(self._objects) > OBJECTS_CACHED:
+            with contextlib.suppress(KeyError):  # another thread has done it
+                self._objects.popitem(last=False)
+        return holders
 
     def _keep(self, name: tuple[bytes, int], until_s: float, stretches: list[Stretch]) -> None:
         self._cache[name] = until_s, stretches

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.cluster.directory import Doubt, Locations, Placement
-from kvstore.model.prefix import Fingerprints, fingerprints, spans_between
+from kvstore.model.prefix import Fingerprints, SpanRange, fingerprints, spans_between
 from kvstore.model.replica import TIERS
 
 UNKNOWN_MIN: Final = 4  # spans in a row that round 1 may skip; in long chains the square root of their number
@@ -74,6 +74,8 @@ class Search:
         closed: a node that has a page also has all pages before it.
         turn: any number. It decides which of several nodes with the same pages is chosen.
         older: earlier placements by their numbers.
+        spans: the spans of the keys, if these are not those of a chain: with ``separate_spans``, the keys are those of
+            opaque objects. ``holders`` then has the result.
     """
 
     def __init__(
@@ -85,9 +87,10 @@ class Search:
         closed: bool,
         turn: int = 0,
         older: Mapping[int, Placement] = _NONE_OLDER,
+        spans: SpanRange | None = None,
     ) -> None:
         self._keys, self._first, self._nodes, self._closed, self._turn = keys, first, nodes, closed, turn
-        self._spans = spans_between(first, len(keys))
+        self._spans = spans or spans_between(first, len(keys))
         self._names, self._lasts = self._spans.names_and_lasts(keys)
         self._members, self._spans_of = placement.nodes, owned_spans(placement, self._names)
         self._older = older
@@ -155,6 +158,17 @@ class Search:
             known += bytes([tiers[page]]) * (page + 1 - at)
             at = page + 1
         return [Stretch(self._holder, 0, len(known), known)] if known else []
+
+    def holders(self) -> list[list[str]]:
+        """Return, for each key, the nodes that have it, those with it in the fastest tier first."""
+        known: list[dict[str, int]] = [{} for _ in self._keys]
+        for places, answer in self._answers:
+            rows = zip(answer.pages.tolist(), answer.nodes.tolist(), answer.tiers.tolist(), strict=True)
+            for page, node, tier in rows:
+                if (name := answer.names[node]) in self._nodes:
+                    tiers = known[places[page]]
+                    tiers[name] = min(tier, tiers.get(name, tier))
+        return [[name for _, name in sorted((tier, name) for name, tier in tiers.items())] for tiers in known]
 
     def _note(self, question: Question, doubts: Collection[Doubt]) -> None:
         """Note that an owner has answered for some spans, and that its entries of the nodes in ``doubts`` may be

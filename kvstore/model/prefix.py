@@ -373,3 +373,10 @@ def spans_between(first: int, stop: int) -> SpanRange:
             break
         starts.append(after)
     return SpanRange(tuple(starts), (first, *starts[1:]), (*(start - 1 for start in starts[1:]), stop - 1))
+
+
+@lru_cache(maxsize=64)
+def separate_spans(count: int) -> SpanRange:
+    """Return the spans of ``count`` opaque objects: each one is a span of its own."""
+    each = tuple(range(count))
+    return SpanRange(each, each, each)

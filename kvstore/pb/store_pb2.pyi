@@ -272,12 +272,14 @@ class PutObjectReply(_message.Message):
     def __init__(self, stored: _Optional[bool] = ...) -> None: ...
 
 class GetObjectRequest(_message.Message):
-    __slots__ = ("key", "salt")
+    __slots__ = ("key", "salt", "local")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
     key: str
     salt: str
-    def __init__(self, key: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
+    local: bool
+    def __init__(self, key: _Optional[str] = ..., salt: _Optional[str] = ..., local: _Optional[bool] = ...) -> None: ...
 
 class GetObjectReply(_message.Message):
     __slots__ = ("found", "size_bytes", "data", "data_xxh3")
@@ -292,12 +294,14 @@ class GetObjectReply(_message.Message):
     def __init__(self, found: _Optional[bool] = ..., size_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., data_xxh3: _Optional[int] = ...) -> None: ...
 
 class ObjectKeys(_message.Message):
-    __slots__ = ("keys", "salt")
+    __slots__ = ("keys", "salt", "local")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[str]
     salt: str
-    def __init__(self, keys: _Optional[_Iterable[str]] = ..., salt: _Optional[str] = ...) -> None: ...
+    local: bool
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., salt: _Optional[str] = ..., local: _Optional[bool] = ...) -> None: ...
 
 class ObjectsFound(_message.Message):
     __slots__ = ("found",)
@@ -312,12 +316,14 @@ class ObjectsRemoved(_message.Message):
     def __init__(self, removed: _Optional[int] = ...) -> None: ...
 
 class ClearObjectsRequest(_message.Message):
-    __slots__ = ("prefix", "salt")
+    __slots__ = ("prefix", "salt", "local")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
     prefix: str
     salt: str
-    def __init__(self, prefix: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
+    local: bool
+    def __init__(self, prefix: _Optional[str] = ..., salt: _Optional[str] = ..., local: _Optional[bool] = ...) -> None: ...
 
 class PagesRequest(_message.Message):
     __slots__ = ("limit", "tier", "salt", "after", "order", "age_s", "prompt")

@@ -11,6 +11,7 @@ replies in between. The server answers them one by one, in order. A reply carrie
     STATUS -> STATE             FIND -> FOUND             ANNOUNCE -> ANNOUNCED
     LIST -> LISTED              CHECK -> CHECKED          HOLD -> FOUND
     PULL -> PIECE ... END       (engines: the KV of a prompt that is being computed)
+    OBJECTS -> HEADS PARTS ... VALID                      (see ``wire.object_messages``)
     ATTACH -> ATTACHED          LEND -> LENT              RETURN -> RETURNED      (see below)
 
 Instead of a reply, or in the middle of it, the server may send ERROR. Each kind's body has a bound (``BODY_MAX``),
@@ -71,10 +72,11 @@ from kvstore.errors import (
     VersionMismatch,
 )
 from kvstore.model.layout import LAYERS_MAX, PAGE_BYTES_MAX, PAGE_TOKENS_MAX
+from kvstore.model.objects import object_root
 from kvstore.model.prefix import Keys, root_of
 from kvstore.model.replica import KEY_BYTES, TIERS, FrameClass, Tier
 
-VERSION: Final = 3
+VERSION: Final = 4
 MAGIC: Final = int.from_bytes(b"KVT", "little") | VERSION << 24
 HEAD: Final = struct.Struct("<IHHII")
 KIB: Final = 1 << 10
@@ -111,6 +113,10 @@ class FrameKind(IntEnum):
     HOLD = 42
     PULL = 48
     PIECE = 49
+    OBJECTS = 56
+    HEADS = 57
+    PARTS = 58
+    VALID = 59
 
 
 BODY_MAX: Final[dict[FrameKind, int]] = {
@@ -141,6 +147,10 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
     FrameKind.CHECKED: 256 * KIB,
     FrameKind.PULL: 4 * KIB,
     FrameKind.PIECE: (1 << 32) - 1,  # received in place too
+    FrameKind.OBJECTS: 1024 * KIB,
+    FrameKind.HEADS: 64 * KIB,
+    FrameKind.PARTS: (1 << 32) - 1,  # received in place too
+    FrameKind.VALID: 1 * KIB,
 }
 """The largest body of each kind. It bounds a connection's memory, because there is one request and one reply at a
 time."""
@@ -149,6 +159,7 @@ REQUESTS: Final = frozenset(
     (
         *(FrameKind.PING, FrameKind.STATUS, FrameKind.READ, FrameKind.FIND, FrameKind.ANNOUNCE, FrameKind.LIST),
         *(FrameKind.CHECK, FrameKind.HOLD, FrameKind.PULL, FrameKind.ATTACH, FrameKind.LEND, FrameKind.RETURN),
+        FrameKind.OBJECTS,
     )
 )
 
@@ -328,6 +339,7 @@ _CLOSED, _EXTRAS = 1, 2
 RANGE_HEAD_BYTES: Final = _RANGE.size
 
 Sums = npt.NDArray[np.uint32]
+OBJECTS_FINGERPRINT: Final = b"kvstore.objects\0"  # in place of a layout's fingerprint, which is a hash
 
 
 @dataclass(frozen=True)
@@ -335,17 +347,22 @@ class Namespace:
     """The values from which the root of a chain is computed. Only pages of one namespace share chains.
 
     Attributes:
-        fingerprint: of the layout.
+        fingerprint: of the layout; ``OBJECTS_FINGERPRINT`` for opaque objects.
     """
 
     fingerprint: bytes
     salt: str
     adapter: str
 
+    @property
+    def holds_objects(self) -> bool:
+        """True if this is the namespace of a salt's opaque objects, whose keys have no tag."""
+        return self.fingerprint == OBJECTS_FINGERPRINT
+
     @cached_property
     def root(self) -> bytes:
-        """The root of these chains, 16 bytes."""
-        return root_of(self.fingerprint, self.salt, self.adapter)
+        """The root of these chains or objects, 16 bytes."""
+        return object_root(self.salt) if self.holds_objects else root_of(self.fingerprint, self.salt, self.adapter)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from kvstore.client.local.grants import GrantPool, GrantPools
 from kvstore.client.local.hbm import HbmReader
 from kvstore.client.local.nvme import NvmeReader, ReadThreads
 from kvstore.client.local.peer_reads import PeerReader
+from kvstore.client.local.pool_objects import PoolObjects
 from kvstore.client.local.publisher import Channel, PutLogReader
 from kvstore.client.local.tier_reader import DramReader, LowerReader, TierReader
 from kvstore.client.store import AFTER_FORK
@@ -215,7 +216,8 @@ class LocalNode:
         refusal: why calls are refused; "" while the store is open.
         misses: the number of matches that ended early, by reason. Concurrent threads may lose counts.
         check_ns: when ``recheck`` is due.
-        peer_reader: reads pages of other nodes; None if the node is in no pool.
+        peer_reader: reads pages of other nodes; None if this process does not.
+        pool_objects: reads objects of other nodes; None if this process does not.
     """
 
     def __init__(self, path: Path, embedded: Embedded | None = None, timeout_s: float = 5.0) -> None:
@@ -226,6 +228,7 @@ class LocalNode:
         self.misses: dict[str, int] = {}
         self.check_ns = 0
         self.peer_reader: PeerReader | None = None
+        self.pool_objects: PoolObjects | None = None
         self.workers = Workers(f"kvstore-{self.folder.name}")
         self._pid = os.getpid()
         self._mapped: MappedNode | None = None
@@ -309,6 +312,8 @@ class LocalNode:
                 mapped.hbm.close()
             if self.peer_reader is not None:
                 self.peer_reader.close()
+            if self.pool_objects is not None:
+                self.pool_objects.close()
             self._finalizer()
 
     # --- mapping ----------------------------------------------------------------------------------------------------

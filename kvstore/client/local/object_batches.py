@@ -19,7 +19,7 @@ import secrets
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -179,20 +179,8 @@ def find_heads(
     addresses = [raw if head is not None else None for raw, head in zip(dram.raws, dram.heads, strict=False)]
     addresses += [None] * (len(names) - len(addresses))
     missing = [position for position, raw in enumerate(addresses) if raw is None and position not in dram.other]
-    for reader in mapped.lower.values() if missing else ():
-        try:
-            raws = mapped.index.find_many(reader.tier, [dram.keys[position] for position in missing])
-        except IndexDamaged:
-            break
-        still_missing = []
-        for position, raw in zip(missing, raws, strict=True):
-            head = reader.object_head(raw) if raw is not None else None
-            about = read_row(head.row) if head is not None else None
-            if head is None:
-                still_missing.append(position)
-            elif about is not None and about[0] == root and about[1].name == names[position]:
-                addresses[position] = raw if head.row[KEY] == dram.keys[position] else None
-        missing = still_missing
+    for position, lower in find_lower_heads(mapped, root, names, dram.keys, missing).items():
+        addresses[position] = lower.address
     return addresses
 
 
@@ -220,7 +208,7 @@ def read_objects(
             large.pop(position, None)
         elif target.nbytes < size:
             raise InvalidRequest("out", f"must have at least {size} bytes for the value (got {target.nbytes})")
-    piece_frames, pieces = _find_pieces(mapped, root, names, dram) if large else ([], {})
+    piece_frames, pieces = find_pieces(mapped, root, names, dram, large) if large else ([], {})
     if failpoint.ACTIVE:
         failpoint.hit("client.reading")
     for position, (head, target) in enumerate(zip(heads, targets, strict=True)):
@@ -247,15 +235,23 @@ def read_objects(
     return sizes
 
 
-def _find_pieces(
-    mapped: MappedNode, root: bytes, names: Sequence[bytes], dram: DramHeads
+def find_pieces(
+    mapped: MappedNode,
+    root: bytes,
+    names: Sequence[bytes],
+    dram: DramHeads,
+    large: Mapping[int, tuple[int, bytes]],
 ) -> tuple[list[GatheredFrames], dict[int, list[PageFrame]]]:
     """Return the frames of the pieces of large objects. Also return the pieces in order, by the object's position, for
-    objects whose pieces are all in DRAM."""
+    objects whose pieces are all in DRAM.
+
+    Args:
+        large: all of ``dram.large`` or some of it.
+    """
     keys: list[bytes] = []
     rows: list[bytes] = []
     owners: list[int] = []
-    for owner, (count, nonce) in dram.large.items():
+    for owner, (count, nonce) in large.items():
         head = dram.heads[owner]
         assert head is not None, "a large object has a proven head"
         about = About(names[owner], head[2], count, nonce)
@@ -320,6 +316,33 @@ class ProvenHead(NamedTuple):
         target.write(start, self.extent.pages[self.frame, : self.about.value_bytes - start])
         self.extent.last_use[self.frame] = time.monotonic_ns()
         return int(self.extent.words[self.frame]) == self.word
+
+
+def find_lower_heads(
+    mapped: MappedNode, root: bytes, names: Sequence[bytes], keys: Sequence[bytes], missing: list[int]
+) -> dict[int, ProvenHead]:
+    """Return the heads of objects in lower tiers, by position. ``missing``: the positions of the objects to find, which
+    are not in DRAM. ``keys`` are the keys of all ``names``."""
+    heads: dict[int, ProvenHead] = {}
+    for reader in mapped.lower.values() if missing else ():
+        try:
+            raws = mapped.index.find_many(reader.tier, [keys[position] for position in missing])
+        except IndexDamaged:
+            break
+        still_missing = []
+        for position, raw in zip(missing, raws, strict=True):
+            head = reader.object_head(raw) if raw is not None else None
+            about = read_row(head.row) if head is not None else None
+            if raw is None or head is None:
+                still_missing.append(position)
+            elif about is not None and (about[0], about[1].name, head.row[KEY]) == (
+                root,
+                names[position],
+                keys[position],
+            ):
+                heads[position] = ProvenHead(about[1], head.frame_class, raw, None, 0, 0)
+        missing = still_missing
+    return heads
 
 
 def find_head(mapped: MappedNode, root: bytes, name: bytes) -> ProvenHead | None:
@@ -466,6 +489,8 @@ class ObjectsPut:
     Args:
         replace: put objects whose names exist too. The call then waits for the node, which compares what they replace.
         wait: with False, the objects are published where that is possible, without waiting for the node.
+        nonces: the nonces of the values, if these are copies of values of another node.
+        timeout_s: the longest wait for frames; None for the node's.
     """
 
     def __init__(
@@ -476,7 +501,11 @@ class ObjectsPut:
         sources: Sequence[Scattered],
         replace: bool,
         wait: bool,
+        nonces: Sequence[bytes] | None = None,
+        timeout_s: float | None = None,
     ) -> None:
+        self._nonces = nonces if nonces is not None else new_nonces(len(names))
+        self._timeout_s = mapped.timeout_s if timeout_s is None else timeout_s
         self._mapped, self._root, self._replace = mapped, root, replace
         self._names, self._sources = names, sources
         self._keys = [key_hash(root, name) for name in names]
@@ -512,7 +541,6 @@ class ObjectsPut:
         """Yield groups of objects that fit one request, each with the pool of their frames. Objects that are larger
         than a request are left to the caller."""
         by_class: dict[FrameClass, list[_NewObject]] = {}
-        nonces = new_nonces(len(self._names))
         extent_bytes, replaced = int(self._mapped.header.extent_bytes), self._replaced
         last_class, objects = None, list[_NewObject]()
         for position, (name, source) in enumerate(zip(self._names, self._sources, strict=True)):
@@ -524,7 +552,7 @@ class ObjectsPut:
             if frame_class is not last_class:  # usually all values of a call have one class
                 last_class, objects = frame_class, by_class.setdefault(frame_class, [])
             pieces = pieces_of(size, frame_class.page_bytes) if size > frame_class.page_bytes else 0
-            about = About(name, size, pieces, nonces[position])
+            about = About(name, size, pieces, self._nonces[position])
             objects.append(_NewObject(position, about, pieces + 1))
         for frame_class, objects in by_class.items():
             pool = self._mapped.pool(frame_class, self._root if self._publishes else b"")
@@ -545,7 +573,7 @@ class ObjectsPut:
     def _copy_objects(self, pool: GrantPool, objects: list[_NewObject]) -> _ObjectBatch | None:
         """Copy as many of these objects as there are frames for. Return None if there are no frames."""
         pages = sum([new.pages for new in objects])
-        frames = pool.take_granted(pages, Purpose(self._root), self._mapped.timeout_s)
+        frames = pool.take_granted(pages, Purpose(self._root), self._timeout_s)
         if len(frames) < pages:
             frames_free, all_objects, objects = len(frames), objects, []
             for new in all_objects:

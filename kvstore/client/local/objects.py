@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvstore.client.buffers import Scattered
+from kvstore.client.buffers import Rows, Scattered
 from kvstore.client.local.cache import ORDERED, LocalCache
-from kvstore.client.local.grants import OVER_QUOTA
-from kvstore.client.local.hints import name_objects
+from kvstore.client.local.grants import BATCH_BYTES, OVER_QUOTA
+from kvstore.client.local.hints import accepts_hints, name_objects
 from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.object_batches import (
     HeadPut,
@@ -21,7 +22,8 @@ from kvstore.client.local.object_batches import (
     plan_object,
     read_objects,
 )
-from kvstore.client.objects import ObjectVerbs, listed, names_of, root_of_salt, sources_of, target_of
+from kvstore.client.local.peer_reads import LOCAL_WAIT_S
+from kvstore.client.objects import ObjectVerbs, as_scattered, listed, names_of, root_of_salt, sources_of, target_of
 from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.objects import (
@@ -29,6 +31,7 @@ from kvstore.model.objects import (
     encode_name,
     encode_names,
     encode_prefix,
+    key_hash,
     object_layout,
     object_root,
     pieces_of,
@@ -36,6 +39,7 @@ from kvstore.model.objects import (
 )
 from kvstore.model.replica import ADDRESS_BYTES, FrameClass, Status
 from kvstore.wire.control import BATCH_MAX, Op, statuses_bytes
+from kvstore.wire.object_messages import VALUE_BYTES_MAX, ObjectFacts
 
 BUSY_PAUSE_S = 0.005  # pause before a call that the node could not complete is repeated
 LOOK_PAGES = 8192  # pages of the node that one step of a call about all objects examines
@@ -87,11 +91,21 @@ class LocalObjects(ObjectVerbs):
             raise failure
         return [bool(is_stored) for is_stored in stored]
 
-    def get(self, key: str, out: Any = None, salt: str = "") -> Any:
+    def get(self, key: str, out: Any = None, salt: str = "", *, local: bool = False) -> Any:
         """Read an object. Return its bytes, or with ``out`` its size; None if there is none. Raises as
         ``ObjectVerbs.get``."""
         name, root = encode_name(key), root_of_salt(salt)
         out_target = Scattered.of(out, "out", writable=True) if out is not None else None
+        size_or_value = self._get_here(name, root, out_target, salt)
+        if size_or_value is None and not local and self._node.pool_objects is not None:
+            targets = [out_target]
+            size = self._read_pool([name], targets, salt)[0]
+            target = targets[0]
+            return size if out_target is not None or size is None or target is None else target.parts[0]
+        return size_or_value
+
+    def _get_here(self, name: bytes, root: bytes, out_target: Scattered | None, salt: str) -> Any:
+        """Read an object of this node, as ``get`` does."""
         for _ in (0, 1):  # try twice if the object is replaced or moved during the read
             mapped = self._node.mapped()
             head = find_head(mapped, root, name) if mapped is not None else None
@@ -107,7 +121,7 @@ class LocalObjects(ObjectVerbs):
                 return size if out_target is not None else target.parts[0]
         return None
 
-    def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "") -> list[int]:
+    def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "", *, local: bool = False) -> list[int]:
         """Read objects into ``outs``, and return the size of each; -1 if there is none. Raises as
         ``ObjectVerbs.get_many``."""
         names, root = names_of(keys, outs, "outs"), root_of_salt(salt)
@@ -118,21 +132,34 @@ class LocalObjects(ObjectVerbs):
             sizes = read_objects(mapped, root, names, targets)
         for number, size in enumerate(sizes):
             if size is None:
-                sizes[number] = self.get(keys[number], outs[number], salt)
+                sizes[number] = self._get_here(names[number], root, as_scattered(targets[number]), salt)
+        missing = [number for number, size in enumerate(sizes) if size is None]
+        if missing and not local and self._node.pool_objects is not None:
+            wanted: list[Scattered | None] = [as_scattered(targets[number]) for number in missing]
+            pool_sizes = self._read_pool([names[number] for number in missing], wanted, salt)
+            for number, size in zip(missing, pool_sizes, strict=True):
+                sizes[number] = size
         return [-1 if size is None else size for size in sizes]
 
-    def size(self, key: str, salt: str = "") -> int | None:
+    def size(self, key: str, salt: str = "", *, local: bool = False) -> int | None:
         """Return the size of an object in bytes; None if there is none."""
-        head = self._head(encode_name(key), root_of_salt(salt))
-        return head.about.value_bytes if head is not None else None
+        name = encode_name(key)
+        head = self.find_head(salt, name)
+        if head is not None:
+            return head.about.value_bytes
+        facts = self._find_in_pool([name], salt, local)[0]
+        return facts.value_bytes if facts is not None else None
 
-    def contains(self, keys: str | Sequence[str], salt: str = "") -> Any:
+    def contains(self, keys: str | Sequence[str], salt: str = "", *, local: bool = False) -> Any:
         """Return whether there is an object under a key. For several keys, return a list of these booleans."""
-        if isinstance(keys, str):
-            return self._head(encode_name(keys), root_of_salt(salt)) is not None
         names, root, mapped = encode_names(listed(keys)), root_of_salt(salt), self._node.mapped()
         raws = find_heads(mapped, root, names) if mapped is not None else [None] * len(names)
-        return [raw is not None for raw in raws]
+        stored = [raw is not None for raw in raws]
+        missing = [number for number, is_stored in enumerate(stored) if not is_stored]
+        facts = self._find_in_pool([names[number] for number in missing], salt, local) if missing else []
+        for number, its in zip(missing, facts, strict=True):
+            stored[number] = its is not None
+        return stored[0] if isinstance(keys, str) else stored
 
     def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
         """Delete objects, and return how many there were. Raises as ``ObjectVerbs.delete``."""
@@ -206,9 +233,85 @@ class LocalObjects(ObjectVerbs):
                 names.clear()
         yield list(names)
 
-    def _head(self, name: bytes, root: bytes) -> ProvenHead | None:
-        mapped = self._node.mapped()
+    def find_head(self, salt: str, name: bytes) -> ProvenHead | None:
+        """Return the head of an object of this node; None if there is none."""
+        root, mapped = root_of_salt(salt), self._node.mapped()
         return find_head(mapped, root, name) if mapped is not None else None
+
+    def page_reader(self, mapped: MappedNode, salt: str, head: ProvenHead) -> Callable[[int, Rows], bool]:
+        """Return a function that copies pages of an object of this node into rows ``[pages, page_bytes]``, starting at
+        a page. The function returns False if one of the pages is missing or not proven. The last page is the head."""
+        about, frame_class = head.about, head.frame_class
+        cache = self._object_cache(salt, frame_class, bool(mapped.header.verify_reads))
+        pieces = about.piece_keys(cache.root, frame_class.page_tokens) if about.pieces else None
+        head_keys = about.head_keys(cache.root, frame_class.page_tokens)
+
+        def read(first: int, rows: Rows) -> bool:
+            count = min(len(rows), about.pieces - first)
+            if (
+                pieces is not None
+                and count
+                and cache.get(pieces[first : first + count], out=rows[:count]).pages < count
+            ):
+                return False
+            return count == len(rows) or bool(cache.get(head_keys, out=rows[count:]).pages)
+
+        return read
+
+    def _find_in_pool(self, names: Sequence[bytes], salt: str, local: bool) -> list[ObjectFacts | None]:
+        """Return the facts about objects of other nodes; None for each if the call is ``local``."""
+        pool = self._node.pool_objects
+        return pool.find(salt, names) if pool is not None and not local else [None] * len(names)
+
+    def _read_pool(self, names: Sequence[bytes], targets: list[Scattered | None], salt: str) -> list[int | None]:
+        """Read objects of other nodes into ``targets``, and return the size of each; None if no other node has it. A
+        target that is None is replaced by a new array.
+
+        Raises:
+            InvalidRequest: a target is too small.
+        """
+        pool = self._node.pool_objects
+        assert pool is not None, "the caller has checked it"
+
+        def target_of(position: int, facts: ObjectFacts) -> Scattered:
+            target = targets[position] if limits[position] < VALUE_BYTES_MAX else None
+            if target is None:
+                target = targets[position] = Scattered([empty(facts.value_bytes)])
+            return target
+
+        limits = [target.nbytes if target is not None else VALUE_BYTES_MAX for target in targets]
+        found = pool.read(salt, names, limits, target_of)
+        sizes = [facts.value_bytes if facts is not None else None for facts in found]
+        for size, target in zip(sizes, targets, strict=True):
+            if size is not None and target is not None and target.nbytes < size:
+                raise InvalidRequest("out", f"must have at least {size} bytes for the value (got {target.nbytes})")
+        self._cache_twice_read(names, found, targets, salt)
+        return sizes
+
+    def _cache_twice_read(
+        self,
+        names: Sequence[bytes],
+        found: Sequence[ObjectFacts | None],
+        targets: Sequence[Scattered | None],
+        salt: str,
+    ) -> None:
+        """Store values of other nodes on this node, if this machine has read them before, and if they fit into a
+        request. Nothing is stored if the node does not answer at once, or has no space."""
+        pool, mapped = self._node.pool_objects, self._node.mapped()
+        if pool is None or mapped is None or not accepts_hints(mapped):
+            return
+        root = object_root(salt)
+        again = pool.read_before([key_hash(root, name) for name in names])
+        copies = [
+            (name, Scattered(target.views(0, facts.value_bytes)), facts.nonce)
+            for name, facts, target, is_again in zip(names, found, targets, again, strict=True)
+            if is_again and facts is not None and target is not None and facts.value_bytes <= BATCH_BYTES
+        ]
+        if copies:
+            with contextlib.suppress(Unavailable, InvalidRequest):
+                name_objects(mapped, root, salt, timeout_s=LOCAL_WAIT_S)
+                copied, sources, nonces = zip(*copies, strict=True)
+                ObjectsPut(mapped, root, copied, sources, False, False, nonces, LOCAL_WAIT_S).result()
 
     def _object_cache(self, salt: str, frame_class: FrameClass, verify: bool) -> LocalCache:
         """Return the cache through which pages of this class are read, created at its first use."""

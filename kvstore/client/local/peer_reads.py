@@ -18,25 +18,25 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
-from kvstore.cluster.data_connection import SILENCE_S, DialCredentials, credentials_of
+from kvstore.cluster.data_connection import SILENCE_S, DataConnection, DialCredentials, credentials_of
 from kvstore.cluster.find_pages import CACHE_S, Finder
 from kvstore.cluster.lookup_plan import Stretch
 from kvstore.cluster.page_mover import TRANSPORTS, PageMover
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolView
 from kvstore.cluster.transport import RATE_MIN, LateBytes, PlaceHolder, Places
-from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace
+from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace
 from kvstore.model.prefix import Fingerprints, Keys, fingerprints
 from kvstore.model.replica import Tier
 from kvstore.safe_files import open_plain
 from kvstore.shm.folder import NodeFolder, allocate
-from kvstore.wire.data import ChainQuery, ReadRequest, pages_per_request
+from kvstore.wire.data import ChainQuery, Namespace, ReadRequest, pages_per_request
 
 HISTORY_FILE: Final = "brought"
 PLACES: Final = 1 << 16  # pages that the history can hold
@@ -92,6 +92,8 @@ LOSS_S: Final = 0.8  # longest total wait of a get for other nodes, in addition 
 LOCAL_WAIT_S: Final = 0.4  # longest wait of a get for frames of its own node; then it continues without them
 
 log = logging.getLogger("kvstore.cluster")
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -286,6 +288,26 @@ class PeerReader:
         except KVStoreError as error:
             log.debug("%s: %s", node, error)
         return done
+
+    def find_objects(
+        self, namespace: Namespace, keys: list[bytes], without: Collection[str], budget: TimeBudget
+    ) -> list[list[str]]:
+        """Return, for each key of an object, the other nodes that have it; see ``Finder.find_objects``."""
+        view = self._peers.look()
+        if view is None or len(view.peers) < 2:
+            return [[] for _ in keys]
+        finder = self._finder or self._connect(view)
+        with budget.query() as deadline_s:
+            return finder.find_objects(namespace, keys, deadline_s, without)
+
+    def call(self, node: str, deadline_s: float, silence_s: float, use: Callable[[DataConnection], Result]) -> Result:
+        """Call ``use`` with a connection to a node's data server, see ``PeerLinks.call``. Raises NodeUnavailable if the
+        node is no longer in the pool."""
+        view, links = self._peers.look(), self._links
+        peer = view.peers.get(node) if view is not None else None
+        if peer is None or links is None:
+            raise NodeUnavailable(f"{node}: is not in the pool")
+        return links.call(peer, deadline_s, use, silence_s)
 
     def close(self) -> None:
         """Close the connections to other nodes."""

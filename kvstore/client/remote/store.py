@@ -64,11 +64,11 @@ class RemoteObjects(ObjectVerbs):
                 call.cancel()
         return stored
 
-    def get(self, key: str, out: Any = None, salt: str = "") -> Any:
+    def get(self, key: str, out: Any = None, salt: str = "", *, local: bool = False) -> Any:
         """Return a value, or copy it into ``out``. A value with wrong checksums counts as missing."""
         encode_name(key)
         target = Scattered.of(out, "out", writable=True) if out is not None else None
-        request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt")).SerializeToString()
+        request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt"), local=local).SerializeToString()
         self._node.check_open()
         again = True
         while True:
@@ -79,10 +79,10 @@ class RemoteObjects(ObjectVerbs):
                     self._node.refuse(error)
                 again = False
 
-    def size(self, key: str, salt: str = "") -> int | None:
+    def size(self, key: str, salt: str = "", *, local: bool = False) -> int | None:
         """Return the number of bytes of the value under ``key``; None if there is none."""
         encode_name(key)
-        request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt")).SerializeToString()
+        request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt"), local=local).SerializeToString()
         stream = self._node.receive("GetObject", request, self._node.timeout_s)
         try:
             for message in stream:
@@ -94,13 +94,14 @@ class RemoteObjects(ObjectVerbs):
             end(stream)
         return None
 
-    def contains(self, keys: str | Sequence[str], salt: str = "") -> Any:
+    def contains(self, keys: str | Sequence[str], salt: str = "", *, local: bool = False) -> Any:
         """Return whether there is a value under this key, or for a list of keys a list of booleans."""
         stored: list[bool] = []
         names, salt = _checked_keys(keys), check_text(salt, "salt")
         self._node.check_open()
         for part in _parts(names):
-            stored += self._node.call("ContainsObjects", pb.ObjectKeys(keys=part, salt=salt), pb.ObjectsFound).found
+            request = pb.ObjectKeys(keys=part, salt=salt, local=local)
+            stored += self._node.call("ContainsObjects", request, pb.ObjectsFound).found
         return bool(stored[0]) if isinstance(keys, str) else stored
 
     def delete(self, keys: str | Sequence[str], salt: str = "") -> int:

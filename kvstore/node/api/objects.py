@@ -41,7 +41,7 @@ class ObjectCalls:
         check_text("salt", begin.salt)
         call.caller.check_salt(begin.salt)
         self._check_size("size_bytes", begin.size_bytes)
-        is_stored = await call.quick(self._store.contains, begin.key, begin.salt)
+        is_stored = await call.quick(partial(self._store.contains, begin.key, begin.salt, local=True))
         if is_stored and not begin.replace:
             return pb.PutObjectReply(stored=False).SerializeToString()
         async with call.buffers(begin.size_bytes + streams.BATCH_BYTES):
@@ -59,13 +59,13 @@ class ObjectCalls:
         request = parse(pb.GetObjectRequest, message)
         check_text("salt", request.salt)
         call.caller.check_salt(request.salt)
-        size = await call.quick(self._store.size, request.key, request.salt)
+        size = await call.wait(partial(self._store.size, request.key, request.salt, local=request.local))
         if size is None:
             await call.send(pb.GetObjectReply(found=False).SerializeToString())
             return
         self._check_size("key", size)
         async with call.buffers(size + streams.BATCH_BYTES):
-            value = await call.run(partial(self._store.get, request.key, salt=request.salt))
+            value = await call.run(partial(self._store.get, request.key, salt=request.salt, local=request.local))
             if value is None:  # it was deleted or evicted since the check
                 await call.send(pb.GetObjectReply(found=False).SerializeToString())
                 return
@@ -85,7 +85,7 @@ class ObjectCalls:
     async def contains(self, call: Call, message: bytes) -> bytes:
         """Return which of these keys have a value."""
         request = _keys(call, message)
-        stored = await call.quick(self._store.contains, list(request.keys), request.salt)
+        stored = await call.wait(partial(self._store.contains, list(request.keys), request.salt, local=request.local))
         return pb.ObjectsFound(found=stored).SerializeToString()
 
     async def delete(self, call: Call, message: bytes) -> bytes:

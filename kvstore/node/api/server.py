@@ -13,6 +13,8 @@ from typing import Any, Final
 import grpc
 
 from kvstore.client.local.node import LocalNode
+from kvstore.client.local.peer_reads import PeerReader
+from kvstore.client.local.pool_objects import PoolObjects
 from kvstore.client.local.store import LocalStore
 from kvstore.config import NodeConfig
 from kvstore.node.api.admin import AdminCalls
@@ -107,7 +109,9 @@ class ApiServer(LoopServer):
         self._dispatcher = dispatcher
 
     def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
-        store = LocalStore(LocalNode(self._node.folder, embedded=_OwnNode(self._node, self._dispatcher)))
+        node = LocalNode(self._node.folder, embedded=_OwnNode(self._node, self._dispatcher))
+        node.pool_objects = PoolObjects(PeerReader(self._node.folder))
+        store = LocalStore(node)
         ends.callback(store.close)
         self._reservations = Reservations(store, self._node, self.identities)
         self._leases = Leases(store, self._node, self.identities)

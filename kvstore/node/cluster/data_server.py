@@ -36,6 +36,7 @@ from kvstore.config.reading import DATA_AUTO, DATA_NONE, TRANSPORTS_AUTO, Change
 from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unauthenticated, Unavailable
 from kvstore.limits import UNKNOWN_PART
 from kvstore.node.cluster.directory_shell import DirectoryShell
+from kvstore.node.cluster.object_handlers import ObjectsHandler
 from kvstore.node.cluster.page_handlers import CheckHandler, HoldHandler, LendHandler, ReadHandler
 from kvstore.server import lifecycle
 from kvstore.server.certificates import ServerCertificate
@@ -214,8 +215,10 @@ def limits_of(config: NodeConfig) -> ServerLimits:
 
 def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str, str]) -> Mapping[FrameKind, Handler]:
     """Return the handlers of a data server that offers these transports."""
+    read = ReadHandler(node)
     by_kind: dict[FrameKind, Handler] = {
-        FrameKind.READ: ReadHandler(node),
+        FrameKind.READ: read,
+        FrameKind.OBJECTS: ObjectsHandler(node, read.below),
         FrameKind.HOLD: HoldHandler(node),
         FrameKind.CHECK: CheckHandler(node),
     }

@@ -71,11 +71,15 @@ _STAMPED_BIT = np.uint64(STAMPED << 48)
 
 
 class ReadHandler:
-    """The handler of READ, for all threads. Each reply from a lower tier uses two buffers of ``NVME_BYTES``."""
+    """The handler of READ, for all threads. Each reply from a lower tier uses two buffers of ``NVME_BYTES``.
+
+    Attributes:
+        below: the turns at lower tiers.
+    """
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
-        self._below = ThreadShares("turns at lower tiers", "lower_tiers", NVME_REPLIES_MAX)
+        self.below = ThreadShares("turns at lower tiers", "lower_tiers", NVME_REPLIES_MAX)
 
     def __call__(self, exchange: Exchange, body: memoryview) -> None:
         """Send the pages that are stored. Raises InvalidRequest, PermissionDenied."""
@@ -120,38 +124,36 @@ class ReadHandler:
         if not located or reader.class_at(located[0]) != reply.request.chain.frame_class:
             return ""  # no memory is allocated for a page size that a caller claims
         try:
-            with self._below.turn(reply.caller, NVME_WAIT_S, reply):
+            with self.below.turn(reply.watch.caller, NVME_WAIT_S, reply.watch):
                 return reply.send_below(reader, located)
         except TooManyCalls:  # the reply ends early: the pages sent before are valid, and this server is alive
             return BUSY
 
 
-class _Reply:
-    """The reply to one READ. While it reads from a lower tier, it is a ``limits.Holder``.
+class SendWatch:
+    """Sends frames of a reply, and knows whether its reader takes them too slowly.
 
-    Attributes:
-        sent: number of leading pages that were sent unchanged.
-        sent_below: lower tier -> number of these pages that came from it.
+    While the reply has a turn at a lower tier, this is its ``limits.Holder``. Only the time spent sending counts, not
+    the time spent reading from the tier.
     """
 
-    def __init__(self, exchange: Exchange, request: ReadRequest, mapped: MappedNode) -> None:
-        self.mapped = mapped
-        self.request = request
-        self.closed = request.chain.closed
-        self.sent = 0
-        self.sent_below = Counter[Tier]()
+    def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._progress: tuple[float, int] | None = None  # while it sends: a time, and the bytes sent by then
-        self._keys = mapped.in_pool(request.keys)
 
     @property
     def caller(self) -> Caller:
         """The caller, to whose share the turn counts."""
         return self._exchange.caller
 
+    def reply(self, kind: FrameKind, *body: Buffer) -> None:
+        """Send one frame, as ``Exchange.reply`` does."""
+        self._progress = time.monotonic(), self._exchange.sent_bytes
+        self._exchange.reply(kind, *body)
+        self._progress = None
+
     def late(self) -> bool:
-        """Return whether the reader is too slow. Only the time spent sending counts, not the time spent reading from
-        the tier."""
+        """Return whether the reader is too slow."""
         if self._progress is None:
             return False
         (since_s, before), now_s, sent = self._progress, time.monotonic(), self._exchange.sent_bytes
@@ -162,6 +164,26 @@ class _Reply:
     def cut(self) -> None:
         """End the reader's connection."""
         self._exchange.abort()
+
+
+class _Reply:
+    """The reply to one READ.
+
+    Attributes:
+        sent: number of leading pages that were sent unchanged.
+        sent_below: lower tier -> number of these pages that came from it.
+        watch: sends the pages of lower tiers.
+    """
+
+    def __init__(self, exchange: Exchange, request: ReadRequest, mapped: MappedNode) -> None:
+        self.mapped = mapped
+        self.request = request
+        self.closed = request.chain.closed
+        self.sent = 0
+        self.sent_below = Counter[Tier]()
+        self._exchange = exchange
+        self.watch = SendWatch(exchange)
+        self._keys = mapped.in_pool(request.keys)
 
     @property
     def done(self) -> bool:
@@ -226,9 +248,7 @@ class _Reply:
             batch = part[first : first + step]
             buffers: list[Buffer] = [batch.data] if batch.flags.c_contiguous else [row.data for row in batch]
             head = pack_range(self.sent, tier, sums_of(batch, request.pieces))
-            self._progress = time.monotonic(), self._exchange.sent_bytes
-            self._exchange.reply(FrameKind.RANGE, head, *buffers)
-            self._progress = None
+            self.watch.reply(FrameKind.RANGE, head, *buffers)
             self.sent += len(batch)
             self.sent_below[tier] += len(batch)
 
@@ -373,7 +393,8 @@ class HoldHandler:
         exchange.caller.check_salt(namespace.salt)
         mapped, tiers = self._node.mapped(), dict[int, int]()
         if mapped is not None and links:
-            keys = mapped.in_pool(Keys(1, namespace.root, namespace.root, links, NO_TOKENS, None))
+            root, tag = namespace.root, None if namespace.holds_objects else b""
+            keys = mapped.in_pool(Keys(1, root, root, links, NO_TOKENS, None, tag=tag))
             tiers = {page: TIERS.index(tier) for page, tier in tiers_by_page(mapped, keys, closed).items()}
         pages = np.array(sorted(tiers), np.int64)
         ranks = np.array([tiers[page] for page in pages.tolist()], np.uint8)

@@ -1,0 +1,237 @@
+"""The byte formats of data connections for opaque objects: OBJECTS and its reply. No I/O.
+
+OBJECTS names objects of one salt by their keys, and for each one the largest value that the caller takes. The server
+sends first what it knows about each object, then the bytes of the values that are within their limits::
+
+    OBJECTS   length of the salt u32, objects u32 | salt | limits u64[objects] | lengths of keys u16[objects] | keys
+    HEADS     per object: bytes of the value i64 (-1: there is none), bytes of a page u32, nonce
+    PARTS     parts u32 | per part: object u32, first page u32, pages u32 | one checksum u32 per page | the bytes of
+              all these pages, end to end
+    PARTS     ...
+    VALID     per object u8: 1 if it did not change until all of its bytes were sent
+
+A limit of 0 asks for the facts about a value only. The last page of a value, its head, has only the rest of the value's
+bytes. Parts of one object are in order, and objects may be in any order. Parts are sent directly from memory, where
+other pages may replace them at any time, so a value counts only after VALID. All pages of a value have the one nonce in
+HEADS, so a value is never a mixture of two.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.errors import InvalidRequest
+from kvstore.model.objects import KEY_BYTES_MAX, NONCE_BYTES, PAGE_SIZES, pieces_of
+from kvstore.wire.data import BODY_MAX, SALT_BYTES_MAX, FrameKind, WireError
+
+OBJECTS_MAX: Final = 1024  # in one request
+VALUE_BYTES_MAX: Final = 1 << 36  # a larger value is not read from other nodes
+PARTS_MAX: Final = 4096  # in one PARTS
+_REQUEST: Final = struct.Struct("<II")
+_HEAD: Final = struct.Struct(f"<qI{NONCE_BYTES}s")
+_PARTS: Final = struct.Struct("<I")
+_PART: Final = struct.Struct("<III")
+
+assert OBJECTS_MAX * _HEAD.size <= BODY_MAX[FrameKind.HEADS]
+assert BODY_MAX[FrameKind.VALID] >= OBJECTS_MAX
+
+PARTS_HEAD_BYTES: Final = _PARTS.size
+Body = bytes | bytearray | memoryview
+Sums = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class ObjectsRequest:
+    """A request for objects of one salt.
+
+    Attributes:
+        names: the keys, in UTF-8.
+        limits: for each object, the largest value to send; 0 for the facts about it only.
+    """
+
+    salt: str
+    names: Sequence[bytes]
+    limits: Sequence[int]
+
+    def pack(self) -> bytes:
+        """Return the body of OBJECTS."""
+        salt, count = self.salt.encode(), len(self.names)
+        limits = np.array(self.limits, "<u8").tobytes()
+        lengths = np.array([len(name) for name in self.names], "<u2").tobytes()
+        return b"".join((_REQUEST.pack(len(salt), count), salt, limits, lengths, *self.names))
+
+
+def objects_per_request(names: Sequence[bytes]) -> int:
+    """Return how many of the first ``names`` fit one request, at least one."""
+    room, count = BODY_MAX[FrameKind.OBJECTS] - _REQUEST.size - SALT_BYTES_MAX, 0
+    for name in names[:OBJECTS_MAX]:
+        room -= len(name) + 10
+        if room < 0:
+            break
+        count += 1
+    return count
+
+
+def unpack_objects(body: memoryview) -> ObjectsRequest:
+    """Return the request in the body of OBJECTS.
+
+    Raises:
+        InvalidRequest: it is not valid. The error names the field.
+    """
+    if len(body) < _REQUEST.size:
+        raise InvalidRequest("objects", f"must have at least {_REQUEST.size} bytes (got {len(body)})")
+    salt_bytes, count = _REQUEST.unpack_from(body)
+    if salt_bytes > SALT_BYTES_MAX:
+        raise InvalidRequest("salt", f"must have at most {SALT_BYTES_MAX} bytes (got {salt_bytes})")
+    if not 0 < count <= OBJECTS_MAX:
+        raise InvalidRequest("objects", f"must be 1 to {OBJECTS_MAX} objects (got {count})")
+    limits_at = _REQUEST.size + salt_bytes
+    lengths_at, names_at = limits_at + 8 * count, limits_at + 10 * count
+    if len(body) < names_at:
+        raise InvalidRequest("objects", f"must have at least {names_at} bytes (got {len(body)})")
+    lengths: list[int] = np.frombuffer(body, "<u2", count, lengths_at).tolist()
+    if min(lengths) < 1 or max(lengths) > KEY_BYTES_MAX or len(body) != names_at + sum(lengths):
+        raise InvalidRequest("keys", f"must be keys of 1 to {KEY_BYTES_MAX} bytes, in {sum(lengths)} bytes")
+    names: list[bytes] = []
+    for length in lengths:
+        names.append(bytes(body[names_at : names_at + length]))
+        names_at += length
+    try:
+        salt = bytes(body[_REQUEST.size : limits_at]).decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest("salt", "must be UTF-8") from None
+    return ObjectsRequest(salt, names, np.frombuffer(body, "<u8", count, limits_at).tolist())
+
+
+class ObjectFacts(NamedTuple):
+    """The facts about a stored value.
+
+    Attributes:
+        page_bytes: the size of its pages; the last one has only the rest of the value.
+        nonce: see ``model.objects``.
+    """
+
+    value_bytes: int
+    page_bytes: int
+    nonce: bytes
+
+    @property
+    def pages(self) -> int:
+        """The number of its pages."""
+        return pieces_of(self.value_bytes, self.page_bytes) + 1
+
+    def page_range(self, first: int, pages: int) -> tuple[int, int]:
+        """Return the first byte of these pages in the value, and the byte after them."""
+        return first * self.page_bytes, min(self.value_bytes, (first + pages) * self.page_bytes)
+
+
+def pack_heads(facts: Sequence[ObjectFacts | None]) -> bytes:
+    """Return the body of HEADS; None for an object that is not stored."""
+    missing = _HEAD.pack(-1, 0, b"")
+    return b"".join([_HEAD.pack(*each) if each is not None else missing for each in facts])
+
+
+def unpack_heads(body: Body, count: int) -> list[ObjectFacts | None]:
+    """Return the facts in a HEADS about ``count`` objects. Raises WireError if they are not valid."""
+    if len(body) != count * _HEAD.size:
+        raise WireError(f"heads: must have {count * _HEAD.size} bytes (got {len(body)})")
+    facts: list[ObjectFacts | None] = []
+    for value_bytes, page_bytes, nonce in _HEAD.iter_unpack(body):
+        if value_bytes < 0:
+            facts.append(None)
+            continue
+        if value_bytes > VALUE_BYTES_MAX or page_bytes not in PAGE_SIZES:
+            raise WireError(f"heads: must be a possible value (got {value_bytes} bytes in pages of {page_bytes})")
+        facts.append(ObjectFacts(value_bytes, page_bytes, nonce))
+    return facts
+
+
+class ObjectPart(NamedTuple):
+    """Consecutive pages of one object, by its position in the request."""
+
+    position: int
+    first: int
+    pages: int
+
+
+def pack_parts(parts: Sequence[ObjectPart], sums: Sequence[int]) -> bytes:
+    """Return the start of PARTS; the bytes of all pages follow it. ``sums`` has a checksum per page."""
+    assert len(parts) <= PARTS_MAX
+    return b"".join((_PARTS.pack(len(parts)), *[_PART.pack(*part) for part in parts], np.array(sums, "<u4").tobytes()))
+
+
+def parts_bytes(raw: Body) -> int:
+    """Return the size of the descriptions of the parts that follow the first ``PARTS_HEAD_BYTES`` of a PARTS.
+
+    Raises:
+        WireError: their number is not valid.
+    """
+    (count,) = _PARTS.unpack(raw)
+    if not 0 < count <= PARTS_MAX:
+        raise WireError(f"parts: must be 1 to {PARTS_MAX} (got {count})")
+    return int(count) * _PART.size
+
+
+def unpack_parts(raw: Body) -> list[ObjectPart]:
+    """Return the descriptions of parts, which ``parts_bytes`` has measured."""
+    return [ObjectPart(*part) for part in _PART.iter_unpack(raw)]
+
+
+class ObjectsReply:
+    """What has arrived of a reply to OBJECTS: checks that parts are those of requested values, in order.
+
+    Attributes:
+        facts: as in HEADS.
+    """
+
+    def __init__(self, request: ObjectsRequest, facts: list[ObjectFacts | None]) -> None:
+        self.facts = facts
+        self._next_page = [0] * len(facts)
+        self._limits = request.limits
+
+    def take(self, parts: Sequence[ObjectPart], data_bytes: int) -> int:
+        """Note parts that arrive, and return the number of their pages.
+
+        Raises:
+            WireError: they do not belong to the reply, or their pages and checksums do not have ``data_bytes``.
+        """
+        pages = size = 0
+        for position, first, count in parts:
+            facts = self.facts[position] if position < len(self.facts) else None
+            if facts is None or facts.value_bytes > self._limits[position]:
+                raise WireError(f"parts: must be of an object that is wanted (got object {position})")
+            if first != self._next_page[position] or not 0 < count <= facts.pages - first:
+                raise WireError(f"parts: must begin with page {self._next_page[position]} (got {count} from {first})")
+            self._next_page[position] += count
+            start, stop = facts.page_range(first, count)
+            pages, size = pages + count, size + stop - start
+        if data_bytes != size + 4 * pages:
+            raise WireError(f"parts: must have {size + 4 * pages} bytes (got {data_bytes})")
+        return pages
+
+    def whole(self, valid: Body) -> list[bool]:
+        """Return, after VALID, which values have arrived as a whole. A value above its limit counts if its facts are
+        valid. Raises WireError if VALID is not valid."""
+        if len(valid) != len(self.facts):
+            raise WireError(f"valid: must have {len(self.facts)} bytes (got {len(valid)})")
+        return [
+            facts is not None and flag == 1 and (pages == facts.pages or facts.value_bytes > limit)
+            for facts, flag, pages, limit in zip(self.facts, valid, self._next_page, self._limits, strict=True)
+        ]
+
+
+def page_sum(*parts: npt.NDArray[np.uint8]) -> int:
+    """Return the checksum of a page whose bytes are in these arrays, one after the other."""
+    if len(parts) == 1:
+        return int(xxhash.xxh3_64_intdigest(parts[0].data)) & 0xFFFFFFFF
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part.data)
+    return int(digest.intdigest()) & 0xFFFFFFFF

@@ -1,0 +1,103 @@
+"""Opaque objects of a pool of three nodes: found, read and deleted from every node, with real daemons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore import Store
+from kvstore.errors import InvalidRequest
+from tests.helpers.api import address_of
+from tests.helpers.pool import Pool, patient
+from tests.helpers.processes import Machine, check_laws, evict_all, stopped, wait_until
+from tests.helpers.workers.objects import value_of
+
+SIZES = (0, 5, 4096, 5000, 300_000, 2_500_000)  # of one page and of several, with pages of every size
+KEYS = [f"value {size}" for size in SIZES]
+VALUES = [np.frombuffer(value_of(number, size), np.uint8) for number, size in enumerate(SIZES)]
+
+
+@pytest.fixture
+def pool(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    patient(monkeypatch)
+    yield Pool(machine, f"file:{tmp_path / 'catalog'}")
+
+
+def wait_found(store: Store, keys: list[str], salt: str = "") -> None:
+    wait_until("the pool knows them", lambda: all(store.contains(keys, salt)), 60)
+
+
+def read(store: Store, keys: list[str], salt: str = "") -> list[bytes | None]:
+    """The values under ``keys``, read in one call into buffers that are too large."""
+    outs = [np.zeros(3_000_000, np.uint8) for _ in keys]
+    sizes = store.get_many(keys, outs, salt)
+    return [out[:size].tobytes() if size >= 0 else None for out, size in zip(outs, sizes, strict=True)]
+
+
+def test_objects_are_found_and_read_from_every_node(pool: Pool) -> None:
+    a, b, c = (pool.stores[name] for name in "abc")
+    a.put_many(KEYS[:4], VALUES[:4])
+    b.put_many(KEYS[4:], VALUES[4:], wait=False)
+    a.put("salted", VALUES[3], salt="tenant")
+    wait_found(c, KEYS)
+    wait_found(c, ["salted"], "tenant")
+    assert [c.size(key) for key in KEYS] == list(SIZES) and c.size("none") is None
+    assert read(c, [*KEYS, "none"]) == [*(value.tobytes() for value in VALUES), None]
+    whole = c.get(KEYS[5])
+    assert whole.tobytes() == VALUES[5].tobytes()
+    parts = [np.zeros(size, np.uint8) for size in (100_000, 1, 0, 2_399_999)]
+    assert c.get(KEYS[5], parts) == SIZES[5] and np.concatenate(parts).tobytes() == VALUES[5].tobytes()
+    assert c.get("salted", salt="tenant").tobytes() == VALUES[3].tobytes() and c.get("salted") is None
+    with pytest.raises(InvalidRequest, match=r"out: must have at least 300000 bytes for the value .got 10."):
+        c.get(KEYS[4], np.zeros(10, np.uint8))
+    near = {"local": True}
+    assert not any(c.contains(["salted", "none"], "tenant", **near)) and c.size("salted", "tenant", **near) is None
+    assert c.get("salted", salt="tenant", **near) is None
+    assert c.get_many(["salted"], [np.zeros(5000, np.uint8)], "tenant", **near) == [-1]
+    check_laws(c)
+
+
+def test_an_object_that_is_read_twice_is_stored_here(pool: Pool) -> None:
+    a, c = pool.stores["a"], pool.stores["c"]
+    a.put_many(KEYS, VALUES)
+    wait_found(c, KEYS)
+    assert read(c, KEYS) == [value.tobytes() for value in VALUES] and not any(c.contains(KEYS, local=True))
+    assert c.get(KEYS[1]).tobytes() == VALUES[1].tobytes()
+    assert c.contains(KEYS[1], local=True) and sum(c.contains(KEYS, local=True)) == 1
+    assert read(c, KEYS) == [value.tobytes() for value in VALUES]
+    assert all(c.contains(KEYS, local=True))
+    pool.daemons["a"].kill()
+    assert read(c, KEYS) == [value.tobytes() for value in VALUES]
+    check_laws(c)
+
+
+def test_objects_of_the_pool_are_read_over_grpc(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient(monkeypatch)
+    catalog = f"file:{tmp_path / 'catalog'}"
+    machine.serve("a", dram="32MiB", catalog=catalog)
+    daemon = machine.spawn("b", dram="32MiB", catalog=catalog, listen="127.0.0.1:0")
+    machine.connect("a").put_many(KEYS, VALUES)
+    with kvstore.connect(f"kv://{address_of(daemon.wait_ready())}") as far:
+        wait_found(far, KEYS)
+        assert not any(far.contains(KEYS, local=True)) and far.get(KEYS[1], local=True) is None
+        assert read(far, KEYS) == [value.tobytes() for value in VALUES]
+        assert far.size(KEYS[4]) == SIZES[4] and far.get("none") is None
+
+
+def test_another_node_is_read_where_one_fails(pool: Pool) -> None:
+    for name in "ab":
+        pool.stores[name].put_many(KEYS, VALUES)
+    c = pool.stores["c"]
+    wait_found(c, KEYS)
+    with stopped(pool.data_server("a")):
+        for _ in range(3):
+            assert read(c, KEYS) == [value.tobytes() for value in VALUES]
+    for store in pool.stores.values():
+        evict_all(store)
+    wait_until("all are gone", lambda: not any(c.contains(KEYS)), 60)
