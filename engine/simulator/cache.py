@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -41,6 +41,7 @@ from kvstore.state.eviction import EvictionPolicy, Page
 from kvstore.state.eviction.base import Tail
 
 _NONE = -1
+OnEvict = Callable[[int, list[int], list[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,14 @@ class CacheSimulation:
             its stored children and holds, the page as it was added, and its block.
         evicted: the number of evicted pages.
         hits_of, blocks_of: by owner, the hits and the blocks of the requests that ``run`` counted.
+
+    Args:
+        on_evict: is called with the time, the blocks before the first evicted page, and the blocks of evicted pages.
     """
 
-    def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
+    def __init__(self, capacity: int, policy: EvictionPolicy, on_evict: OnEvict | None = None) -> None:
         self.policy = policy
+        self.on_evict = on_evict
         self.slots: dict[int, int] = {}
         self.free = list(range(capacity - 1, -1, -1))
         self.used_ms = array("q", bytes(8 * capacity))
@@ -102,16 +107,21 @@ class CacheSimulation:
 
     def request(self, now_ms: int, blocks: Sequence[int], owner: int = 0, hints: bytes = b"") -> int:
         """Look up one request, and store its other pages. Returns the number of hits."""
+        hits = self.match(now_ms, blocks)
+        if hits < len(blocks):
+            self._put(now_ms, blocks, hits, self.slots[blocks[hits - 1]] if hits else _NONE, owner, hints)
+        return hits
+
+    def match(self, now_ms: int, blocks: Sequence[int]) -> int:
+        """Return how many leading blocks are stored, and mark them as used."""
         slots, used_ms = self.slots, self.used_ms
-        hits, anchor = 0, _NONE
+        hits = 0
         for block in blocks:
             slot = slots.get(block, _NONE)
             if slot == _NONE:
                 break
             used_ms[slot] = now_ms
-            hits, anchor = hits + 1, slot
-        if hits < len(blocks):
-            self._put(now_ms, blocks, hits, anchor, owner, hints)
+            hits += 1
         return hits
 
     def _put(self, now_ms: int, blocks: Sequence[int], stored: int, anchor: int, owner: int, hints: bytes) -> None:
@@ -154,11 +164,20 @@ class CacheSimulation:
                 [standing(page.position, page.turns, page.hint) for page in tail_pages],
             )
             victims = chain[-1 - self.policy.forget_tail(tail) :]
+            if self.on_evict is not None:
+                self.on_evict(now_ms, self._chain_to(victims[0]), [self.blocks[victim] for victim in victims])
             for victim in reversed(victims):
                 del self.slots[self.blocks[victim]]
                 self.free.append(victim)
             self.evicted += len(victims)
             self._unhold(self.parent[victims[0]])
+
+    def _chain_to(self, slot: int) -> list[int]:
+        """Return the blocks before a page of its chain, the first one first."""
+        before = []
+        while (slot := self.parent[slot]) != _NONE:
+            before.append(self.blocks[slot])
+        return before[::-1]
 
     def _tail(self, leaf: int, pages_max: int) -> list[int]:
         """Return the slots of a leaf and of pages before it, in the order of the chain; at most ``pages_max``.

@@ -1,4 +1,4 @@
-"""Request traces in the JSONL format that was published with Mooncake (Qin et al., FAST'25).
+"""Request traces, in JSONL. Traces are written in the format that was published with Mooncake (Qin et al., FAST'25).
 
 One JSON object per line::
 
@@ -8,18 +8,28 @@ Timestamps are milliseconds since the start of the trace, and never decrease. Ea
 of the prompt. The last block may be partial. Ids are chained: equal ids mean equal tokens *and* an equal prefix. So
 block 41 in the example always follows block 0, and another prompt that begins ``[0, 41]`` has the same first 1024
 tokens. ("Block" is the word of the trace. A page of the store may have another size.)
+
+Two more formats are read, plain or compressed with gzip. Their blocks are smaller, and are joined to blocks of 512
+tokens:
+
+- ``dynamo.request.trace.v1``, which NVIDIA Dynamo records: an object per event. Only those of type ``request_end`` with
+  lengths and hashes (``replay``) are requests.
+- Sessions of coding agents, as Weka published them: an object per session, whose hash ids are its own. Its requests may
+  contain those of subagents. Sessions have no common clock: here one begins every ``SESSION_EVERY_S`` seconds.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +38,9 @@ from kvstore.errors import InvalidRequest
 
 BLOCK_TOKENS = 512
 VOCABULARY_TOKENS = 32_000
+SESSION_EVERY_S = 10.0
+DYNAMO_SCHEMA = "dynamo.request.trace.v1"
+_GZIP = b"\x1f\x8b"
 _INT64_MAX = 2**63 - 1
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -224,24 +237,42 @@ class _Totals:
 
 
 def _read(path: Path, block_tokens: int) -> Iterator[TraceRequest]:
-    try:
-        stream = path.open("rb")
-    except OSError as error:
-        raise InvalidRequest(str(path), error.strerror or str(error)) from error
     last_ms = 0
-    with stream:
-        for number, line in enumerate(stream, start=1):
-            if line.isspace():
-                continue
-            request = _parse(line, f"{path.name}:{number}", block_tokens)
+    with _open(path) as stream:
+        lines = ((f"{path.name}:{number}", line) for number, line in enumerate(_lines(path, stream), start=1))
+        members = ((place, _object(line, place)) for place, line in lines if not line.isspace())
+        first = next(members, None)
+        if first is None:
+            return
+        if "schema" in first[1] or "requests" in first[1]:
+            yield from _read_foreign(chain([first], members), block_tokens)
+            return
+        for place, each in chain([first], members):
+            request = _parse(each, place, block_tokens)
             if request.timestamp_ms < last_ms:
                 reason = f"must not be before that of the previous line, {last_ms} (got {request.timestamp_ms})"
-                raise InvalidRequest(f"{path.name}:{number} timestamp", reason)
+                raise InvalidRequest(f"{place} timestamp", reason)
             last_ms = request.timestamp_ms
             yield request
 
 
-def _parse(line: bytes, place: str, block_tokens: int) -> TraceRequest:
+def _open(path: Path) -> IO[bytes]:
+    try:
+        with path.open("rb") as stream:
+            compressed = stream.read(2) == _GZIP
+        return cast(IO[bytes], gzip.open(path)) if compressed else path.open("rb")
+    except OSError as error:
+        raise InvalidRequest(str(path), error.strerror or str(error)) from error
+
+
+def _lines(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
+    try:
+        yield from stream
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidRequest(str(path), f"cannot be read ({error})") from error
+
+
+def _object(line: bytes, place: str) -> dict[str, Any]:
     """Parse a line. ``place`` names the file and the line in errors."""
     try:
         members = json.loads(line)
@@ -249,6 +280,91 @@ def _parse(line: bytes, place: str, block_tokens: int) -> TraceRequest:
         raise InvalidRequest(place, "must be a JSON object") from error
     if not isinstance(members, dict):
         raise InvalidRequest(place, "must be a JSON object")
+    return members
+
+
+class _Joined:
+    """Ids for blocks of ``block_tokens`` tokens that consist of smaller blocks. Equal ids mean equal prefixes."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._ids: dict[tuple[int, tuple[object, ...]], int] = {}
+
+    def request(
+        self, timestamp_ms: int, lengths: tuple[int, int], hashes: list[Any], small: int, scope: object, place: str
+    ) -> TraceRequest:
+        """Make a request of ``(input, output)`` tokens from hashes of ``small`` tokens each, valid in a scope."""
+        input_tokens, output_tokens = lengths
+        if small < 1 or self._block_tokens % small:
+            raise InvalidRequest(f"{place} block size", f"must divide {self._block_tokens} (got {small})")
+        if len(hashes) not in (input_tokens // small, _blocks(input_tokens, small)):
+            reason = f"must have {_blocks(input_tokens, small)} for {input_tokens} tokens (got {len(hashes)})"
+            raise InvalidRequest(f"{place} hashes", reason)
+        count, ids, before = self._block_tokens // small, [], -1
+        for start in range(0, _blocks(input_tokens, small), count):
+            key = before, (scope, *hashes[start : start + count])
+            before = self._ids.setdefault(key, len(self._ids))
+            ids.append(before)
+        return TraceRequest(timestamp_ms, input_tokens, output_tokens, tuple(ids))
+
+
+def _read_foreign(members: Iterable[tuple[str, dict[str, Any]]], block_tokens: int) -> Iterator[TraceRequest]:
+    """Yield the requests of the two other formats in the order of their arrival: all are read first."""
+    joined, requests = _Joined(block_tokens), []
+    for number, (place, each) in enumerate(members):
+        if isinstance(each.get("requests"), list):
+            small, start_ms = _integer(each, "block_size", 1, place), 1000 * SESSION_EVERY_S * number
+            for request in _leaves(each["requests"], place):
+                at_ms = int(start_ms + 1000 * _seconds(request, place))
+                lengths = _integer(request, "in", 1, place), _integer(request, "out", 0, place)
+                hashes = _list(request, "hash_ids", place)
+                requests.append(joined.request(at_ms, lengths, hashes, small, number, place))
+        elif each.get("schema") != DYNAMO_SCHEMA:
+            raise InvalidRequest(f"{place} schema", f"must be {DYNAMO_SCHEMA} (got {each.get('schema')!r})")
+        elif each.get("event_type") == "request_end" and isinstance(about := each.get("request"), dict):
+            replay = about.get("replay")
+            if not isinstance(replay, dict):
+                raise InvalidRequest(f"{place} replay", "must be an object with lengths and hashes")
+            lengths = _integer(replay, "input_length", 1, place), _integer(about, "output_tokens", 0, place)
+            hashes = _list(replay, "input_sequence_hashes", place)
+            at_ms = _integer(about, "request_received_ms", 0, place)
+            small = _integer(replay, "trace_block_size", 1, place)
+            requests.append(joined.request(at_ms, lengths, hashes, small, None, place))
+    requests.sort(key=lambda request: request.timestamp_ms)
+    start_ms = requests[0].timestamp_ms if requests else 0
+    for made in requests:
+        yield replace(made, timestamp_ms=made.timestamp_ms - int(start_ms))
+
+
+def _leaves(requests: list[Any], place: str) -> Iterator[dict[str, Any]]:
+    """Yield the requests of a session and of its subagents."""
+    waiting = list(reversed(requests))
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, dict):
+            raise InvalidRequest(f"{place} requests", "must be objects")
+        if isinstance(each.get("requests"), list):
+            waiting += reversed(each["requests"])
+        else:
+            yield each
+
+
+def _seconds(members: dict[str, Any], place: str) -> float:
+    value = members.get("t")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _INT64_MAX / 1e6:
+        raise InvalidRequest(f"{place} t", f"must be seconds since the start of the session (got {value!r})")
+    return float(value)
+
+
+def _list(members: dict[str, Any], name: str, place: str) -> list[Any]:
+    value = members.get(name)
+    if not isinstance(value, list) or not all(type(each) in (int, str) for each in value):
+        raise InvalidRequest(f"{place} {name}", "must be a list of integers or strings")
+    return value
+
+
+def _parse(members: dict[str, Any], place: str, block_tokens: int) -> TraceRequest:
+    """Make a request of a line. ``place`` names the file and the line in errors."""
     timestamp_ms = _integer(members, "timestamp", 0, place)
     input_tokens = _integer(members, "input_length", 1, place)
     output_tokens = _integer(members, "output_length", 0, place)
