@@ -14,7 +14,7 @@ from engine.conductor.state import policies
 from engine.conductor.state.conductor_state import ConductorRules
 from engine.conductor.state.policies import SPLITS
 from engine.simulator.cache import RULES
-from engine.simulator.cluster import read_spec, with_values
+from engine.simulator.cluster import ClusterSpec, read_spec, with_values
 from engine.simulator.compare import Half, compare, compare_hints, plot, policy_names, require_plotting, table
 from engine.simulator.generate import RATE_DEFAULT, agents, bimodal, conversations, scans, shifts
 from engine.simulator.hardware import GPUS, LINKS, MODELS
@@ -212,18 +212,7 @@ def serve(
             raise InvalidRequest("rate", f"must be more than 0 (got {rate})")
         run = at_rate(run, rate)
     limits = read_slo(slo) if slo is not None else Slo(math.inf, math.inf)
-    finite = [limit if limit < math.inf else 0.0 for limit in limits]
-    reports = []
-    for name in names:
-        rules = ConductorRules(policy=name, split=split, first_token_s=finite[0], token_s=finite[1], seed=seed)
-        simulation = ServeSimulation(spec, rules)
-        with _progress(name, len(run)) as advance:
-            simulation.run(run, advance)
-        reports.append(report(simulation, name, *limits))
-        if timeline is not None:
-            plot_timeline(
-                simulation.served, timeline if len(names) == 1 else timeline.with_stem(f"{timeline.stem}-{name}")
-            )
+    reports = [_serve(spec, name, split, limits, seed, run, _picture(timeline, name, names)) for name in names]
     if as_json:
         print_json({"source": source, "cluster": spec, "policies": reports})
         return
@@ -231,6 +220,24 @@ def serve(
         f"{source}: {len(run):,} requests; {spec.engines} engines of {spec.gpus_of_engine} {spec.gpu}, {spec.model}"
     )
     print_table(*serve_table(reports))
+
+
+def _serve(
+    spec: ClusterSpec, policy: str, split: str, limits: Slo, seed: int, run: list[TraceRequest], picture: Path | None
+) -> ServeReport:
+    first_token_s, token_s = (limit if limit < math.inf else 0.0 for limit in limits)
+    rules = ConductorRules(policy=policy, split=split, first_token_s=first_token_s, token_s=token_s, seed=seed)
+    simulation = ServeSimulation(spec, rules)
+    with _progress(policy, len(run)) as advance:
+        simulation.run(run, advance)
+    if picture is not None:
+        plot_timeline(simulation.served, picture)
+    return report(simulation, policy, *limits)
+
+
+def _picture(timeline: Path | None, policy: str, names: Sequence[str]) -> Path | None:
+    """Return the file for the picture of one run: with several runs, each has its own."""
+    return timeline.with_stem(f"{timeline.stem}-{policy}") if timeline is not None and len(names) > 1 else timeline
 
 
 @contextmanager
