@@ -19,7 +19,7 @@ from engine.simulator.compare import Half, compare, compare_hints, plot, policy_
 from engine.simulator.generate import RATE_DEFAULT, agents, bimodal, conversations, scans, shifts
 from engine.simulator.hardware import GPUS, LINKS, MODELS
 from engine.simulator.pictures import plot_plan, plot_timeline
-from engine.simulator.plan import Design, Plan, Slo, at_rate, make_plan
+from engine.simulator.plan import ClusterPlan, Design, Slo, at_rate, make_plan
 from engine.simulator.serve import ServeReport, ServeSimulation, report
 from engine.simulator.trace import TraceRequest, read_trace, statistics, write_trace
 from kvstore.cli.output import (
@@ -336,7 +336,7 @@ def plan(
     _print_plan(made)
 
 
-def _print_plan(made: Plan) -> None:
+def _print_plan(made: ClusterPlan) -> None:
     headers, rows = serve_table([each.run for each in made.best])
     named = [
         [_design_name(each.design), f"{each.rate:.2f}", *row[1:]] for each, row in zip(made.best, rows, strict=True)
@@ -390,7 +390,7 @@ def read_slo(text: str) -> Slo:
     return limits
 
 
-def plan_document(made: Plan) -> dict[str, object]:
+def plan_document(made: ClusterPlan) -> dict[str, object]:
     """Return a plan as a JSON document."""
     load = {
         each: getattr(made.load, each) for each in ("requests", "rate", "input_tokens", "output_tokens", "hit_ratio")

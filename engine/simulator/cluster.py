@@ -17,7 +17,7 @@ from engine.simulator.hardware import (
     LINKS,
     MODELS,
     Efficiency,
-    Link,
+    LinkSpeed,
     ModelShape,
     Roofline,
     choose,
@@ -197,7 +197,7 @@ class Port:
         busy_s, moved: the seconds and bytes of all transfers.
     """
 
-    def __init__(self, link: Link, count: int = 1) -> None:
+    def __init__(self, link: LinkSpeed, count: int = 1) -> None:
         self.bytes_per_s = link.bytes_per_s * count
         self.latency_s = link.latency_s
         self.free_s = 0.0
@@ -218,7 +218,7 @@ def transfer(size: int, now_s: float, *ports: Port) -> float:
     return start_s + takes_s + max(port.latency_s for port in ports)
 
 
-class Lru:
+class EngineCache:
     """The prefixes in an engine's own memory: the prefix that was used least recently is dropped first.
 
     A page leaves only after the pages behind it, because a request uses the pages of its prompt from the last to the

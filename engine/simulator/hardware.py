@@ -98,7 +98,7 @@ MODELS: Final[Mapping[str, ModelShape]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LinkSpeed:
     """A link in one direction: its usable bytes per second, and the seconds before the first byte."""
 
     bytes_per_s: float
@@ -106,21 +106,21 @@ class Link:
 
 
 # Usable rates: the nominal rate, less the usual overhead of its protocol.
-LINKS: Final[Mapping[str, Link]] = MappingProxyType(
+LINKS: Final[Mapping[str, LinkSpeed]] = MappingProxyType(
     {
-        "nvlink": Link(bytes_per_s=360e9, latency_s=1e-5),  # NVLink 4, of 450 GB/s
-        "nvlink-a800": Link(bytes_per_s=160e9, latency_s=1e-5),  # of 200 GB/s
-        "pcie4": Link(bytes_per_s=25e9, latency_s=1e-5),
-        "pcie5": Link(bytes_per_s=50e9, latency_s=1e-5),
-        "cxl": Link(bytes_per_s=28e9, latency_s=1e-5),  # CXL 2.0 over 16 lanes
-        "rdma-100": Link(bytes_per_s=11.5e9, latency_s=2e-5),
-        "rdma-200": Link(bytes_per_s=23e9, latency_s=2e-5),
-        "rdma-400": Link(bytes_per_s=46e9, latency_s=2e-5),
-        "rdma-800": Link(bytes_per_s=92e9, latency_s=2e-5),  # two adapters of 400 Gbit/s
-        "ethernet-10": Link(bytes_per_s=1.1e9, latency_s=1e-4),
-        "ethernet-100": Link(bytes_per_s=8e9, latency_s=1e-4),  # TCP on a few cores
-        "nvme": Link(bytes_per_s=6e9, latency_s=1e-4),  # one drive over four lanes of PCIe 4
-        "nvme-of": Link(bytes_per_s=5e9, latency_s=2e-4),
+        "nvlink": LinkSpeed(bytes_per_s=360e9, latency_s=1e-5),  # NVLink 4, of 450 GB/s
+        "nvlink-a800": LinkSpeed(bytes_per_s=160e9, latency_s=1e-5),  # of 200 GB/s
+        "pcie4": LinkSpeed(bytes_per_s=25e9, latency_s=1e-5),
+        "pcie5": LinkSpeed(bytes_per_s=50e9, latency_s=1e-5),
+        "cxl": LinkSpeed(bytes_per_s=28e9, latency_s=1e-5),  # CXL 2.0 over 16 lanes
+        "rdma-100": LinkSpeed(bytes_per_s=11.5e9, latency_s=2e-5),
+        "rdma-200": LinkSpeed(bytes_per_s=23e9, latency_s=2e-5),
+        "rdma-400": LinkSpeed(bytes_per_s=46e9, latency_s=2e-5),
+        "rdma-800": LinkSpeed(bytes_per_s=92e9, latency_s=2e-5),  # two adapters of 400 Gbit/s
+        "ethernet-10": LinkSpeed(bytes_per_s=1.1e9, latency_s=1e-4),
+        "ethernet-100": LinkSpeed(bytes_per_s=8e9, latency_s=1e-4),  # TCP on a few cores
+        "nvme": LinkSpeed(bytes_per_s=6e9, latency_s=1e-4),  # one drive over four lanes of PCIe 4
+        "nvme-of": LinkSpeed(bytes_per_s=5e9, latency_s=2e-4),
     }
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.simulator.compare import require_plotting
-from engine.simulator.plan import Plan
+from engine.simulator.plan import ClusterPlan
 from engine.simulator.serve import Served
 from kvstore.errors import InvalidRequest
 
@@ -51,7 +51,7 @@ def plot_timeline(served: Sequence[Served], path: Path) -> None:
     _save(figure, path)
 
 
-def plot_plan(plan: Plan, path: Path) -> None:
+def plot_plan(plan: ClusterPlan, path: Path) -> None:
     """Draw the goodput of each design, and the memory for a share of the possible hits.
 
     Raises:

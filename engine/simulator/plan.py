@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.conductor.state.conductor_state import ConductorRules
 from engine.simulator.cluster import ClusterSpec
-from engine.simulator.hardware import ASSUMED, LINKS, Efficiency, Link, Roofline
+from engine.simulator.hardware import ASSUMED, LINKS, Efficiency, LinkSpeed, Roofline
 from engine.simulator.serve import ServeReport, ServeSimulation, report
 from engine.simulator.trace import TraceRequest
 from kvstore.errors import InvalidRequest
@@ -140,12 +140,12 @@ def reuse_distances(requests: Iterator[Sequence[int]] | Sequence[Sequence[int]])
 # --- one request --------------------------------------------------------------------------------------------------
 
 
-def move_s(link: Link, size: float, count: int = 1) -> float:
+def move_s(link: LinkSpeed, size: float, count: int = 1) -> float:
     """Return the seconds to move ``size`` bytes over ``count`` such links."""
     return link.latency_s + size / (link.bytes_per_s * count)
 
 
-def break_even_tokens(roofline: Roofline, link: Link, count: int = 1) -> int | None:
+def break_even_tokens(roofline: Roofline, link: LinkSpeed, count: int = 1) -> int | None:
     """Return the shortest prompt that is loaded sooner than it is computed; None if there is none.
 
     Its last token is always computed.
@@ -164,7 +164,7 @@ def break_even_tokens(roofline: Roofline, link: Link, count: int = 1) -> int | N
     return high
 
 
-def exposed_s(roofline: Roofline, link: Link, tokens: int, *, layerwise: bool, count: int = 1) -> float:
+def exposed_s(roofline: Roofline, link: LinkSpeed, tokens: int, *, layerwise: bool, count: int = 1) -> float:
     """Return by how much a hand-off of a prompt delays its first token."""
     moves_s = move_s(link, tokens * roofline.model.kv_bytes, count)
     if not layerwise:
@@ -301,7 +301,7 @@ def tier_sizes(spec: ClusterSpec, load: Workload, budget: float) -> list[TierSiz
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ClusterPlan:
     """The answer. Times are in seconds, sizes in bytes.
 
     Attributes:
@@ -328,7 +328,7 @@ class Plan:
 
 
 def links_of(spec: ClusterSpec, tokens: int, efficiency: Efficiency = ASSUMED) -> dict[str, dict[str, float | None]]:
-    """Return what each link means for a prompt of this length; see ``Plan.links``."""
+    """Return what each link means for a prompt of this length; see ``ClusterPlan.links``."""
     roofline, size = spec.roofline(efficiency), tokens * spec.shape.kv_bytes
     return {
         name: {
@@ -350,7 +350,7 @@ def make_plan(
     efficiency: Efficiency = ASSUMED,
     calibrated: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Plan:
+) -> ClusterPlan:
     """Compare all designs, and recommend one.
 
     Args:
@@ -375,7 +375,7 @@ def make_plan(
     ranked = sorted(best.values(), key=lambda each: (-each.rate, each.run.ttft["p90"]))
     prompt_s = spec.roofline(efficiency).prompt_s(tokens, 0)
     links = links_of(spec, tokens, efficiency)
-    return Plan(
+    return ClusterPlan(
         spec=spec, slo=slo, load=load, kv_bytes_per_token=spec.shape.kv_bytes, prompt_s=prompt_s, links=links,
         best=ranked, tiers=tier_sizes(spec, load, budget) if budget else [],
         recommended=ranked[0].design.name if ranked[0].rate else "none",

@@ -28,7 +28,7 @@ from engine.conductor.state.engine_table import EngineAbout, LoadReport
 from engine.conductor.state.routed_requests import Route
 from engine.model.request import Request, Role, Sampling
 from engine.simulator.cache import key_of
-from engine.simulator.cluster import HBM_CACHE_SHARE, ClusterSpec, Lru, NodeCaches, Port, transfer
+from engine.simulator.cluster import HBM_CACHE_SHARE, ClusterSpec, EngineCache, NodeCaches, Port, transfer
 from engine.simulator.hardware import ASSUMED, LINKS, Efficiency
 from engine.simulator.trace import BLOCK_TOKENS, TraceRequest
 from kvstore.cluster.directory import GONE, AnnounceBatch
@@ -135,7 +135,7 @@ class _Engine:
         self.chunk_tokens, self.batch_max = spec.chunk_tokens, spec.batch_max
         self.kv_max = self.roofline.kv_tokens_max
         self.kv_used = 0
-        self.hbm = Lru(int(self.kv_max * HBM_CACHE_SHARE) // BLOCK_TOKENS)
+        self.hbm = EngineCache(int(self.kv_max * HBM_CACHE_SHARE) // BLOCK_TOKENS)
         self.host_port = Port(LINKS[spec.host_link], spec.gpus_of_engine)
         self.local_port = Port(LINKS[spec.local], spec.gpus_of_engine)
         self.prompts: deque[_Prompt] = deque()

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from engine.simulator.cli import plan, read_slo
-from engine.simulator.cluster import ClusterSpec, Lru
+from engine.simulator.cluster import ClusterSpec, EngineCache
 from engine.simulator.generate import conversations
 from engine.simulator.hardware import LINKS
 from engine.simulator.plan import (
@@ -53,7 +53,7 @@ def test_reuse_distances_predict_the_hits_of_a_cache_that_holds_every_prompt() -
     trace = [each.block_ids for each in conversations(300, seed=5)]
     distances = reuse_distances(trace)
     for pages in (400, 1000, 3000):
-        cache, hits = Lru(pages), 0
+        cache, hits = EngineCache(pages), 0
         for blocks in trace:
             hits += cache.match(blocks)
             cache.store(blocks)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from engine.conductor.state.conductor_state import ConductorRules
 from engine.simulator.cli import simulate
-from engine.simulator.cluster import ClusterSpec, Lru, read_spec
+from engine.simulator.cluster import ClusterSpec, EngineCache, read_spec
 from engine.simulator.generate import agents, conversations
 from engine.simulator.serve import ServeReport, ServeSimulation, report
 from engine.simulator.trace import BLOCK_TOKENS, TraceRequest, read_trace
@@ -118,7 +118,7 @@ def test_nvme_keeps_what_leaves_dram_and_an_engine_reuses_it() -> None:
     for nvme in (0, 64 << 30):
         spec = replace(SMALL, engines=1, dram=2 << 30, nvme=nvme, eviction="lru")
         simulation = ServeSimulation(spec)
-        simulation.engines["e0"].hbm = Lru(0)  # so that only the node has prefixes
+        simulation.engines["e0"].hbm = EngineCache(0)  # so that only the node has prefixes
         simulation.run(trace)
         hits[nvme] = report(simulation, "kv-centric").hits
     assert hits[0].get("nvme", 0) == 0
