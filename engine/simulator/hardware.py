@@ -167,7 +167,7 @@ class Roofline:
 
     @property
     def kv_tokens_max(self) -> int:
-        """How many tokens of KV fit into the engine's memory, beside the weights."""
+        """How many tokens of KV fit into the engine's memory, in addition to the weights."""
         free = self.gpu.memory_bytes * self.gpus * self.efficiency.kv_share - self.model.weight_bytes
         return max(0, int(free / self.model.kv_bytes))
 

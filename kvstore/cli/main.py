@@ -44,7 +44,6 @@ COMMANDS: Mapping[str, str] = {
     "lookup": "kvstore.cli.lookup:lookup",
     "pages": "kvstore.cli.pages:pages",
     "pin": "kvstore.cli.pin:pin",
-    "plan": "Compare designs of a cluster for your traffic, and recommend one.",
     "purge": "kvstore.cli.purge:purge",
     "serve": "kvstore.cli.serve:serve",
     "status": "kvstore.cli.status:status",
