@@ -45,7 +45,7 @@ class ClusterSpec:
         engines: all engines; ``prefill``: how many of them only compute prompts for the others. With 0 every engine
             does both.
         engines_per_host: hosts are filled in order.
-        chunk_tokens: tokens of a prompt that one step computes, in addition to the running sequences. With 0 a prompt is
+        chunk_tokens: tokens of a prompt that one step computes, in addition to running sequences. With 0 a prompt is
             computed at once, and running sequences wait.
         layerwise: KV moves to the engine that answers while the prompt is computed, instead of afterwards.
         batch_max: sequences that an engine decodes together.
