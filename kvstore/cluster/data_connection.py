@@ -124,12 +124,50 @@ class Stream:
         """Return the head of the next frame. Raises as ``receive_into`` and ``unpack_head``."""
         return unpack_head(self.receive(HEAD.size, deadline_s, silence_s))
 
-    def receive_frame(self, kind: FrameKind, body_bytes_max: int, deadline_s: float) -> tuple[Head, bytearray]:
-        """Return the next frame. Raises as ``receive_head``, and WireError if the frame has another kind."""
-        head = self.receive_head(deadline_s)
-        if head.kind is not kind or head.body_bytes > body_bytes_max:
-            raise WireError(f"{self._peer}: sent {head.kind.name} of {head.body_bytes} bytes, not {kind.name}")
-        return head, self.receive(head.body_bytes, deadline_s)
+    def receive_some(self, view: memoryview, wait: bool) -> int:
+        """Receive bytes that have arrived. Return their number, or 0 if there are none.
+
+        Args:
+            wait: wait for them, but at most ``LOOK_S``.
+
+        Raises:
+            NodeUnavailable: the other end has gone.
+        """
+        try:
+            if wait:
+                count = self._sock.recv_into(view)
+            elif self._tls:
+                count = self._without_waiting(lambda: self._sock.recv_into(view))
+            else:
+                count = self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return 0
+        except (OSError, ValueError) as error:
+            raise NodeUnavailable(f"{self._peer}: the connection is lost ({error})") from None
+        if not count:
+            raise NodeUnavailable(f"{self._peer}: closed the connection")
+        return count
+
+    def send_frame_now(self, kind: FrameKind, request: int, buffers: Sequence[Buffer]) -> None:
+        """Send a small frame without waiting. Raises NodeUnavailable if it is not accepted as a whole at once."""
+        frame = b"".join((pack_head(kind, request, sum(map(len, buffers))), *buffers))
+        try:
+            if self._tls:
+                count = self._without_waiting(lambda: self._sock.send(frame))
+            else:
+                count = self._sock.send(frame, socket.MSG_DONTWAIT)
+        except (OSError, ValueError) as error:
+            raise NodeUnavailable(f"{self._peer}: the connection is lost ({error})") from None
+        if count < len(frame):
+            raise NodeUnavailable(f"{self._peer}: does not accept what is sent to it")
+
+    def _without_waiting(self, call: Callable[[], int]) -> int:
+        """Call a method of a TLS socket that must not block. A plain socket has a flag for this."""
+        self._sock.settimeout(0.0)
+        try:
+            return call()
+        finally:
+            self._sock.settimeout(LOOK_S)
 
     def send(self, buffers: Sequence[Buffer], deadline_s: float) -> None:
         """Send all of these buffers, one after the other.

@@ -6,14 +6,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvstore.cluster import data_connection, data_listener
 from kvstore.cluster.data_connection import Caller, DataConnection, DialCredentials, Exchange, Handler
-from kvstore.cluster.data_listener import Server, ServerLimits
+from kvstore.cluster.data_listener import LINGERING_MAX, LOOK_S, Server, ServerLimits
 from kvstore.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -357,8 +357,15 @@ def assert_none_open(served: Served) -> None:
 
 
 def test_a_server_for_which_no_thread_can_be_started_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at a limit on processes: that caller is dropped, and who comes later is served."""
-    server = Server("n1", {}, admit, LIMITS)
+    """As at a limit on processes: callers are identified all the same, and share the thread that there is."""
+    busy, go_on = threading.Event(), threading.Event()
+
+    def wait(exchange: Exchange, body: memoryview) -> None:
+        busy.set()
+        assert go_on.wait(SOON_S)
+        exchange.reply(FrameKind.STATE, body)
+
+    server = Server("n1", {FrameKind.STATUS: wait}, admit, LIMITS)
     address = server.start("127.0.0.1", 0)
     start, refused = threading.Thread.start, list[str]()
 
@@ -370,9 +377,98 @@ def test_a_server_for_which_no_thread_can_be_started_goes_on(monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", none_left)
-        with pytest.raises(KVStoreError):
-            opened(address, Hello(node="n1"))
-        assert refused and not server.connections
-    with closing(opened(address, Hello(node="n1"))) as connection:
-        assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
+        one, other = opened(address), opened(address)
+        first = one.send(FrameKind.STATUS, b"1", deadline_s=later())
+        assert busy.wait(SOON_S)
+        second = other.send(FrameKind.PING, b"2", deadline_s=later())
+        wait_until(lambda: refused)
+        go_on.set()
+        one.receive(one.receive_head(first, FrameKind.STATE, deadline_s=later()).body_bytes, deadline_s=later())
+        assert other.receive_head(second, FrameKind.PONG, deadline_s=later()).body_bytes == 1
+    one.close()
+    other.close()
     server.stop()
+    assert not server.connections
+
+
+def threads_of(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
+def test_idle_connections_have_no_threads_and_do_not_wake_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Served(replace(LIMITS, connections_max=600))
+    turns = list[float]()
+    turn = made.server._sweep
+
+    def counted(now_s: float) -> None:
+        turns.append(now_s)
+        turn(now_s)
+
+    before = threads_of("data")
+    idle = [made.open() for _ in range(100)]
+    assert threads_of("data") == before, "a caller is identified without a thread"
+    for each in idle:
+        assert each.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
+    assert threads_of("data") - before <= LINGERING_MAX + 8, "requests that follow each other share threads"
+    wait_until(lambda: all(each.parked for each in made.server._open.values()))
+    time.sleep(0.2)
+    monkeypatch.setattr(made.server, "_sweep", counted)
+    began_s = time.monotonic()
+    time.sleep(2.5)
+    assert len(turns) <= (time.monotonic() - began_s) / LOOK_S + 2
+    for each in idle:
+        each.close()
+    assert_none_open(made)
+    made.server.stop()
+
+
+def test_a_slow_reader_does_not_delay_another_request(served: Served) -> None:
+    slow = [served.welcomed() for _ in range(40)]
+    for sock in slow:
+        sock.sendall(wire.pack_head(FrameKind.STATUS, 1, 4) + b"much")
+    other = served.open()
+    for _ in range(20):
+        assert other.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
+    for sock in slow:
+        sock.close()
+    other.close()
+    assert_none_open(served)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_requests_that_are_sent_at_once_are_answered_in_order(tmp_path: Path, tls: bool) -> None:
+    """The second one may arrive in the same TLS record as the first one, so the socket does not announce it."""
+    certificates = Certificates(tmp_path) if tls else None
+    made, ours = Served(LIMITS, certificates), DialCredentials()
+    if certificates is not None:
+        paths = (str(certificates.path(name)) for name in ("ca.pem", "client.pem", "client.key"))
+        ours = DialCredentials("", *paths)
+    connection = made.open(credentials=ours)
+    frames = [(wire.pack_head(FrameKind.PING, number, 4) + b"%4d" % number) for number in range(1, 50)]
+    connection._stream.send([b"".join(frames)], later())
+    for number in range(1, 50):
+        head = connection.receive_head(number, FrameKind.PONG, deadline_s=later())
+        assert connection.receive(head.body_bytes, deadline_s=later()) == b"%4d" % number
+    time.sleep(2 * data_connection.LOOK_S)
+    assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
+    connection.close()
+    made.server.stop()
+
+
+def test_a_caller_with_all_its_connections_gets_a_new_one_for_an_idle_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its oldest, as if it had been idle for long; callers that are busy keep theirs."""
+    made = Served(replace(LIMITS, connections_max=12))
+    mine = [made.open(Hello(caller="tenant a")) for _ in range(4)]
+    other = made.open(Hello(caller="tenant b"))
+    with pytest.raises(TooManyCalls, match="tenant a has 4"):
+        made.open(Hello(caller="tenant a"))
+    monkeypatch.setattr(data_listener, "RECYCLE_S", 0.0)
+    assert mine[0].call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
+    wait_until(lambda: all(each.parked for each in made.server._open.values()))
+    mine.append(made.open(Hello(caller="tenant a")))
+    with pytest.raises(NodeUnavailable):
+        mine[1].call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later())
+    for each in (mine[0], *mine[2:], other):
+        assert each.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
+        each.close()
+    made.server.stop()
