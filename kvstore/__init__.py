@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.addresses import connect
+    from kvstore.client.buffers import DevicePointer
     from kvstore.client.grouped_cache import GroupedCache, GroupedLease, GroupedMatch
     from kvstore.client.match import Lease, Match
     from kvstore.client.prefix_cache import PrefixCache
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "DevicePointer",
     "GroupedCache",
     "GroupedKeys",
     "GroupedLease",
@@ -62,6 +64,7 @@ __all__ = [
 # The module of each name. A module is imported when its name is first used, so that `kvstore --help` does not wait for
 # numpy.
 _MODULES = {
+    "DevicePointer": "kvstore.client.buffers",
     "GroupedCache": "kvstore.client.grouped_cache",
     "GroupedKeys": "kvstore.model.groups",
     "GroupedLease": "kvstore.client.grouped_cache",

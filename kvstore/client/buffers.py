@@ -2,7 +2,8 @@
 field.
 
 Buffers (numpy, torch, bytearray, memoryview, ...) become rows of bytes without a copy. So does device memory (torch
-CUDA, ``__cuda_array_interface__``, DLPack), as ``DeviceRows``. ``Scattered`` is one value in several buffers.
+CUDA, ``__cuda_array_interface__``, DLPack, ``DevicePointer``), as ``DeviceRows``. A part of an opaque object has no
+rows: it is a flat array, or ``DevicePart``.
 """
 
 from __future__ import annotations
@@ -195,61 +196,6 @@ def check_text(value: Any, field: str) -> str:
     return value
 
 
-class Scattered:
-    """One value in several flat buffers, in order."""
-
-    def __init__(self, parts: list[Rows]) -> None:
-        self.parts = parts
-        self.nbytes: int = parts[0].size if len(parts) == 1 else sum([part.size for part in parts])
-
-    @classmethod
-    def of(cls, value: Any, field: str, writable: bool) -> Scattered:
-        """Make a ``Scattered`` from a caller's buffer or list of buffers. Raises InvalidRequest (field ``field``)."""
-        parts = [flat_bytes(part, field) for part in (value if isinstance(value, list | tuple) else [value])]
-        if writable:
-            for part in parts:
-                if not part.flags.writeable:
-                    raise InvalidRequest(field, "must be writable")
-        return cls(parts)
-
-    def write(self, start: int, data: Rows) -> None:
-        """Copy ``data`` into the value at offset ``start``."""
-        for part, low, high, at in self._cut(start, data.size):
-            copy(part[low:high], data[at : at + high - low])
-
-    def read(self, start: int, into: Rows) -> None:
-        """Copy the value starting at offset ``start`` into ``into``, as much as fits."""
-        if len(self.parts) == 1:
-            part = self.parts[0][start : start + into.size]
-            copy(into[: part.size], part)
-            return
-        for part, low, high, at in self._cut(start, min(into.size, self.nbytes - start)):
-            copy(into[at : at + high - low], part[low:high])
-
-    def views(self, start: int, count: int) -> list[Rows]:
-        """Return views of ``count`` bytes of the value starting at offset ``start``, one for each buffer."""
-        return [part[low:high] for part, low, high, _ in self._cut(start, count)]
-
-    def rows(self, start: int, rows: int, row_bytes: int) -> Rows | None:
-        """Return a view of the rows starting at ``start`` that are in one buffer, at most ``rows``; None if the first
-        row is not in one buffer."""
-        for part, low, _, _ in self._cut(start, 1):
-            fit = min(rows, (part.size - low) // row_bytes)
-            return part[low : low + fit * row_bytes].reshape(fit, row_bytes) if fit else None
-        return None
-
-    def _cut(self, start: int, count: int) -> list[tuple[Rows, int, int, int]]:
-        """Return (buffer, low, high, offset in the range) for each buffer with a part of the range."""
-        cut, base, stop = [], 0, start + count
-        for part in self.parts:
-            low, high = max(start - base, 0), min(stop - base, part.size)
-            if low < high:
-                cut.append((part, low, high, base + low - start))
-            base += part.size
-        return cut
-
-
-_DLPACK_CPU: Final = 1
 _DLPACK_CUDA: Final = (2, 13)  # device and managed memory
 _LEGACY_STREAM: Final = 1
 
@@ -293,6 +239,56 @@ class DeviceRows:
         return None if self.stream is None else self.device.stream_of(self.stream).record()
 
 
+@dataclass(slots=True, eq=False)
+class DevicePart:
+    """Contiguous bytes in device memory, as one part of a value. The counterpart of a flat array.
+
+    Attributes:
+        size: the number of bytes.
+        stream, owner: as in ``DeviceRows``.
+    """
+
+    device: Device
+    address: int
+    size: int
+    stream: int | None
+    owner: Any
+
+    def row(self, start: int, stop: int) -> DeviceRows:
+        """Return bytes ``start`` to ``stop`` as one row."""
+        size = stop - start
+        return DeviceRows(self.device, self.address + start, 1, size, size, self.stream, self.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePointer:
+    """A range of device memory by its address, for programs that have no tensor. Every verb that accepts device memory
+    accepts a pointer too. The program keeps the memory allocated.
+
+    Attributes:
+        stream: the handle of a stream (``cudaStream_t``) whose queued work comes before the copy. None: the program has
+            already waited for all work on the memory.
+
+    Raises:
+        InvalidRequest: ``address`` or ``nbytes`` is not a positive integer.
+    """
+
+    address: int
+    nbytes: int
+    stream: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("address", "nbytes"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or not 0 < value < 1 << 64:
+                raise InvalidRequest(field, f"must be a positive integer of 64 bits (got {value!r})")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = self.address, False
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": data, "version": 3, "stream": self.stream}
+
+
 class _Array(NamedTuple):
     """A strided array in device memory, with strides in bytes."""
 
@@ -307,10 +303,10 @@ class _Array(NamedTuple):
 def on_device(buffer: Any) -> bool:
     """Return whether a buffer is device memory, according to its type."""
     kind = type(buffer)
-    if kind is DeviceRows:
-        return True
     if kind is np.ndarray or kind in (bytes, bytearray, memoryview, list):
         return False
+    if kind in (DeviceRows, DevicePart):
+        return True
     if hasattr(kind, "untyped_storage"):
         return bool(buffer.device.type == "cuda")
     if hasattr(kind, "__cuda_array_interface__"):
@@ -359,13 +355,52 @@ def _rows(buffer: Any, row_bytes: int, field: str, *, apart: bool, writable: boo
             raise InvalidRequest(field, f"must have rows of {row_bytes} bytes (got {nbytes // rows})")
         if writable and rows > 1 and abs(stride) < row_bytes:
             raise InvalidRequest(field, "must not have overlapping rows")
-    device = device_of(array.address)
-    if device is None and nbytes:
+    if not nbytes:
+        raise InvalidRequest(field, "must not be empty")
+    device = _device_of(buffer, array.address, nbytes, field)
+    return DeviceRows(device, array.address, rows, row_bytes, stride, array.stream, owner)
+
+
+def part_of(buffer: Any, field: str, *, writable: bool) -> Rows | DevicePart:
+    """Return all bytes of a C-contiguous buffer in host or device memory, sharing the caller's memory.
+
+    Raises:
+        InvalidRequest: read-only although ``writable``, not contiguous, or not a buffer.
+    """
+    if on_device(buffer):
+        return _device_bytes(buffer, field, writable=writable)
+    flat = flat_bytes(buffer, field)
+    if writable and not flat.flags.writeable:
+        raise InvalidRequest(field, "must be writable")
+    return flat
+
+
+def _device_bytes(buffer: Any, field: str, *, writable: bool) -> Rows | DevicePart:
+    """Return the bytes of device memory; an empty array if there are none."""
+    if type(buffer) is DevicePart:
+        return buffer
+    owner, array = _array_of(buffer, field)
+    if writable and array.read_only:
+        raise InvalidRequest(field, "must be writable")
+    if not _contiguous(array.shape, array.strides, array.itemsize):
+        raise InvalidRequest(field, "must be C-contiguous")
+    nbytes = math.prod(array.shape) * array.itemsize
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    device = _device_of(buffer, array.address, nbytes, field)
+    return DevicePart(device, array.address, nbytes, array.stream, owner)
+
+
+def _device_of(buffer: Any, address: int, nbytes: int, field: str) -> Device:
+    """Return the device that has a buffer. A pointer's range may end elsewhere than its memory, so its last byte is
+    checked too."""
+    device = device_of(address)
+    if device is None:
         why = missing()
         raise InvalidRequest(field, "must be memory of a device of this process" + (f": {why}" if why else ""))
-    if device is None:
-        raise InvalidRequest(field, "must not be empty")
-    return DeviceRows(device, array.address, rows, row_bytes, stride, array.stream, owner)
+    if type(buffer) is DevicePointer and not device.owns(address + nbytes - 1):
+        raise InvalidRequest(field, f"must be memory of {device.name} up to its last byte (got {nbytes} bytes)")
+    return device
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

@@ -22,13 +22,14 @@ import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
 
-from kvstore.client.buffers import DeviceRows, Rows, device_rows_to_read, on_device, rows_to_read
+from kvstore.client.buffers import DevicePart, DeviceRows, Rows, device_rows_to_read, on_device, rows_to_read
+from kvstore.device import cuda
 from kvstore.device.base import Addresses, Bytes, Device, DeviceEvent, DeviceLost
 from kvstore.device.copies import CopyStream, PinnedBounces
 from kvstore.device.host_memory import copy, empty
@@ -60,7 +61,7 @@ class PinnedRanges:
     def copy(
         self,
         device: Device,
-        extents: Sequence[PinnedExtent],
+        extents: Collection[PinnedExtent],
         stream: object,
         begin: Callable[[], DeviceEvent],
         deadline_s: float,
@@ -207,9 +208,29 @@ class DeviceLink:
             device_addresses.append(rows.addresses[:1] if is_whole else rows.addresses)
             sizes.append(np.full(len(host_addresses[-1]), host.nbytes if is_whole else rows.row_bytes, np.uint64))
         hosts, devices, nbytes = (np.concatenate(column) for column in (host_addresses, device_addresses, sizes))
-        targets, sources = (devices, hosts) if to_device else (hosts, devices)
+        pieces = (devices, hosts, nbytes) if to_device else (hosts, devices, nbytes)
         stream = self._layers if layer else self._to if to_device else self._from
-        begin = partial(stream.copy, targets, sources, nbytes, after=pairs[0][1].ready())
+        return self._begin(stream, pieces, extents, pairs[0][1].ready())
+
+    def copy_parts(
+        self,
+        parts: Collection[DevicePart],
+        pieces: Pieces,
+        extents: Collection[PinnedExtent],
+        *,
+        to_device: bool,
+    ) -> DeviceEvent:
+        """Begin to copy pieces of these parts, after the work in the stream of each part. Return the copy's event.
+        Otherwise like ``copy``."""
+        streams = {part.stream for part in parts if part.stream is not None}
+        after = [self.device.stream_of(handle).record() for handle in streams]
+        return self._begin(self._to if to_device else self._from, pieces, extents, *after)
+
+    def _begin(
+        self, stream: CopyStream, pieces: Pieces, extents: Collection[PinnedExtent], *after: DeviceEvent | None
+    ) -> DeviceEvent:
+        """Begin a copy in ``stream`` after the events ``after``. Return its event."""
+        begin = partial(stream.copy, *pieces, *after)
         if not extents:
             return begin()
         return PINNED.copy(self.device, extents, stream, begin, time.monotonic() + COPY_DEADLINE_S)
@@ -218,7 +239,7 @@ class DeviceLink:
         """Begin one copy between memory of this device and of others that it can access, after the event ``after``.
         Return the copy's event, as ``copy`` does."""
         targets, sources, nbytes = (np.concatenate(column) for column in zip(*pieces, strict=True))
-        return self._to.copy(targets, sources, nbytes, after=after)
+        return self._to.copy(targets, sources, nbytes, after)
 
     def wait(self, event: DeviceEvent, memory: Any, deadline_s: float | None = None) -> None:
         """Wait for the event of a copy. If it does not come in time, ``memory`` is kept alive until it comes.
@@ -274,6 +295,61 @@ def link_of(device: Device) -> DeviceLink:
         if link is None:
             link = _links[device] = DeviceLink(device)
         return link
+
+
+class DeviceCopies:
+    """Copies between host memory and parts in device memory. ``add`` collects them, and ``finish`` makes them, with one
+    call for each device."""
+
+    def __init__(self, *, to_device: bool) -> None:
+        self._to_device = to_device
+        self._by_device: dict[Device, tuple[list[DevicePart], list[int], list[int], list[int]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_device)
+
+    def add(self, part: DevicePart, start: int, host_address: int, nbytes: int) -> None:
+        """Add a copy of ``nbytes`` between ``host_address`` and byte ``start`` of a part."""
+        parts, devices, hosts, sizes = self._by_device.setdefault(part.device, ([], [], [], []))
+        parts.append(part)
+        devices.append(part.address + start)
+        hosts.append(host_address)
+        sizes.append(nbytes)
+
+    def finish(self, extents: Collection[PinnedExtent]) -> None:
+        """Make the copies, and return when they have ended. One device copies after the other, so if a copy fails, no
+        other copy is in progress.
+
+        Args:
+            extents: the extents with the host's side of all copies.
+
+        Raises:
+            DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
+            InvalidRequest: the stream of a part records a graph.
+        """
+        for device, (parts, *addresses) in self._by_device.items():
+            link = link_of(device)
+            devices, hosts, nbytes = (np.array(column, np.uint64) for column in addresses)
+            pieces = (devices, hosts, nbytes) if self._to_device else (hosts, devices, nbytes)
+            event = link.copy_parts(parts, pieces, extents, to_device=self._to_device)
+            link.wait(event, (parts, extents))
+
+
+def pin(memory: Rows) -> Callable[[], None] | None:
+    """Register host memory with the driver, if this process uses a device. Return a function that undoes it, and keeps
+    the memory alive; None if nothing was registered."""
+    for device in cuda.devices_in_use():
+        try:
+            device.register(memory)
+        except Unavailable:  # for example, the program has registered the memory itself
+            return None
+        return partial(_unpin, device, memory)
+    return None
+
+
+def _unpin(device: Device, memory: Rows) -> None:
+    with contextlib.suppress(Unavailable):  # the driver unregisters the memory when the process ends
+        device.unregister(memory)
 
 
 def host_rows(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, apart: bool = False) -> Rows:

@@ -3,29 +3,63 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from kvstore.client.buffers import Rows, Scattered, check_text, flat_bytes
+from kvstore.client.buffers import DevicePart, Rows, check_text, part_of
+from kvstore.client.device_link import link_of, pin
+from kvstore.client.value_buffers import Part, Scattered
 from kvstore.errors import InvalidRequest
 from kvstore.model.objects import encode_names, object_root
 
 
 class Registration:
-    """A registered buffer, from ``Store.register`` until ``release`` or the end of ``with``. Keeps the buffer alive."""
+    """A registered buffer, from ``Store.register`` until ``release``, the end of ``with``, or the end of the store.
+    Keeps the buffer alive.
+
+    Attributes:
+        start, stop: the addresses of the buffer.
+    """
 
     def __init__(self, owner: Registrations, buffer: Any) -> None:
-        self.bytes = flat_bytes(buffer, "buffer")
-        self.start = self.bytes.ctypes.data
-        self.stop = self.start + self.bytes.size
+        self._memory = part_of(buffer, "buffer", writable=True)
+        if not self._memory.size:
+            raise InvalidRequest("buffer", "must not be empty")
+        self.start = self._memory.address if isinstance(self._memory, DevicePart) else self._memory.ctypes.data
+        self.stop = self.start + self._memory.size
         self._owner = owner
+        self._unpin: weakref.finalize[[], Registration] | None = None
+
+    def part(self, address: int, nbytes: int) -> Part:
+        """Return the ``nbytes`` of the buffer that begin at ``address``, as a value for ``put`` and a target for
+        ``get``. Device memory is returned without a stream: the caller has waited for all work on it.
+
+        Raises:
+            InvalidRequest: they are not inside the buffer.
+        """
+        if not self.start <= address <= address + nbytes <= self.stop:
+            raise InvalidRequest("address", f"must be inside the buffer (got {nbytes} bytes at {address:#x})")
+        if isinstance(self._memory, DevicePart):
+            return DevicePart(self._memory.device, address, nbytes, None, self._memory.owner)
+        return self._memory[address - self.start : address - self.start + nbytes]
 
     def release(self) -> None:
         """End the registration. May be called twice."""
         self._owner.remove(self)
+        if self._unpin is not None:
+            self._unpin()
+
+    def prepare(self) -> None:
+        """Prepare copies by DMA: open the device of device memory, or pin host memory. Raises DeviceLost."""
+        if isinstance(self._memory, DevicePart):
+            link_of(self._memory.device)
+        elif (unpin := pin(self._memory)) is not None:
+            self._unpin = weakref.finalize(self, unpin)
+            self._unpin.atexit = False
 
     def __enter__(self) -> Registration:
         return self
@@ -44,14 +78,15 @@ class Registrations:
     def add(self, buffer: Any) -> Registration:
         """Register a buffer, as ``Store.register`` does."""
         new = Registration(self, buffer)
-        if not new.bytes.flags.writeable:
-            raise InvalidRequest("buffer", "must be writable")
-        if not new.bytes.size:
-            raise InvalidRequest("buffer", "must not be empty")
         with self._lock:
             if any(new.start < each.stop and each.start < new.stop for each in self._registrations):
                 raise InvalidRequest("buffer", "must not overlap a registered buffer")
             self._registrations.append(new)
+        try:
+            new.prepare()
+        except BaseException:
+            new.release()
+            raise
         return new
 
     def remove(self, registration: Registration) -> None:
@@ -59,12 +94,17 @@ class Registrations:
         with self._lock:
             self._registrations = [each for each in self._registrations if each is not registration]
 
+    def close(self) -> None:
+        """End all registrations."""
+        for registration in list(self._registrations):
+            registration.release()
+
     def covers(self, buffer: Any) -> bool:
         """Return whether all of this buffer is inside a registered one."""
-        flat = flat_bytes(buffer, "buffer")
-        start, stop = flat.ctypes.data, flat.ctypes.data + flat.size
+        part = part_of(buffer, "buffer", writable=False)
+        start = part.address if isinstance(part, DevicePart) else part.ctypes.data
         with self._lock:
-            return any(each.start <= start and stop <= each.stop for each in self._registrations)
+            return any(each.start <= start and start + part.size <= each.stop for each in self._registrations)
 
 
 _U8 = np.dtype(np.uint8)
@@ -74,10 +114,15 @@ class ObjectVerbs(ABC):
     """The verbs of a store for opaque objects. Keys are text of 1 to 1000 bytes in UTF-8; salts separate tenants.
 
     A read returns a whole value, as one put wrote it, or nothing. If the node is in a pool, verbs that read look on the
-    node first, and then on the other nodes; with ``local``, only on the node. A fault of another node is a miss. A
-    buffer is any C-contiguous host memory. Each verb raises NodeUnavailable or DeadlineExceeded if the node does not
-    answer in time; through shared memory, only verbs that write do. An invalid argument raises InvalidRequest, and
-    nothing was changed.
+    node first, and then on the other nodes; with ``local``, only on the node. A fault of another node is a miss.
+
+    A buffer is any C-contiguous memory of the host or of a device (torch CUDA, ``__cuda_array_interface__``, DLPack,
+    ``DevicePointer``); a value may have buffers of both. A device copies after the work that is queued in the buffer's
+    stream, and each verb returns when its copies have ended. Through shared memory they go directly from and to frames
+    of this node; all others go through host memory.
+
+    Each verb raises NodeUnavailable or DeadlineExceeded if the node does not answer in time; through shared memory,
+    only verbs that write do. An invalid argument raises InvalidRequest, and nothing was changed.
     """
 
     def __init__(self) -> None:
@@ -110,7 +155,9 @@ class ObjectVerbs(ABC):
                 or than the node accepts over gRPC. Nothing was stored.
             QuotaExceeded: a value exceeds its tenant's quota; other values may be stored.
             OutOfSpace: no space could be freed for a value; other values may be stored.
-            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some values may be stored.
+            NodeUnavailable, DeadlineExceeded: the node, or the device of a value, did not answer in time; some values
+                may be stored.
+            DeviceLost: the device of a value has failed; other values may be stored.
         """
 
     @abstractmethod
@@ -122,6 +169,8 @@ class ObjectVerbs(ABC):
 
         Raises:
             InvalidRequest: as ``put``; ``out`` is too small or not writable.
+            DeviceLost: the device of ``out`` has failed.
+            DeadlineExceeded: the device did not copy in time, and may still write into ``out``.
         """
 
     def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "", *, local: bool = False) -> list[int]:
@@ -174,10 +223,13 @@ class ObjectVerbs(ABC):
     def register(self, buffer: Any) -> Registration:
         """Register a buffer that is often the source or target of objects, for DMA: ``with store.register(b):``.
 
-        Today this only affects ``registered``; copies in host memory do not change.
+        Device memory is identified once, and its device is opened; ``Registration.part`` then returns any part of it by
+        its address. Host memory is registered with the driver if this process uses a device, so that devices copy from
+        and to it by DMA. Copies between host memory and frames do not change. Closing the store ends the registration.
 
         Raises:
             InvalidRequest: the buffer is not writable, not contiguous or empty, or it overlaps a registered one.
+            DeviceLost: the device of the buffer has failed.
         """
         self._check_open()
         return self._registrations.add(buffer)
@@ -207,7 +259,8 @@ def target_of(out: Any) -> Rows | Scattered:
     if type(out) is np.ndarray and out.dtype is _U8 and out.ndim == 1 and out.flags.carray:
         return out
     target = Scattered.of(out, "out", writable=True)
-    return target.parts[0] if len(target.parts) == 1 else target
+    only = target.parts[0] if len(target.parts) == 1 else None
+    return only if isinstance(only, np.ndarray) else target
 
 
 def as_scattered(target: Rows | Scattered) -> Scattered:

@@ -29,12 +29,13 @@ class CopyStream:
         self._submit_lock = threading.Lock()  # one thread at a time may use a stream
 
     def copy(
-        self, targets: Addresses, sources: Addresses, nbytes: Addresses, after: DeviceEvent | None = None
+        self, targets: Addresses, sources: Addresses, nbytes: Addresses, *after: DeviceEvent | None
     ) -> DeviceEvent:
-        """Copy after ``after``, see ``DeviceStream.copy``. Returns the event after the copy."""
+        """Copy after the events ``after``, see ``DeviceStream.copy``. Returns the event after the copy."""
         with self._submit_lock:
-            if after is not None:
-                self._stream.wait(after)
+            for event in after:
+                if event is not None:
+                    self._stream.wait(event)
             self._stream.copy(targets, sources, nbytes)
             return self._stream.record()
 

@@ -44,6 +44,7 @@ from kvstore.device.cuda_driver import (
     call,
     call_driver,
     fault,
+    is_loaded,
 )
 from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, Unavailable
@@ -450,9 +451,15 @@ def missing() -> str:
     return find().missing
 
 
+def devices_in_use() -> list[Device]:
+    """Return the devices that this process uses. Does not load the driver: a process without it uses none."""
+    found = find().devices if is_loaded() else ()
+    return [device for device in (*_added, *found) if device.in_use]
+
+
 def device_of(address: int) -> Device | None:
     """Return the device that has this address; None for host memory."""
-    return next((device for device in devices() if device.owns(address)), None)
+    return next((device for device in devices_in_use() if device.owns(address)), None)
 
 
 def add(device: Device) -> None:

@@ -117,6 +117,15 @@ def absent() -> str:
     return ""
 
 
+def is_loaded() -> bool:
+    """Return True if this process has loaded the driver's library. Does not load it."""
+    try:
+        ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
+
+
 @cache
 def begin() -> Any:
     """Return the package's module of the initialised driver. Raises Unavailable with one line if there is none."""

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.device.base import Addresses, Device, DeviceExport
-from kvstore.device.cuda import devices
+from kvstore.device.cuda import devices_in_use
 from kvstore.device.host_memory import copy
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.model.replica import FrameClass
@@ -392,7 +392,7 @@ class PeerAllocation:
     @staticmethod
     def _opener(uuid: bytes) -> Device:
         """Return the device itself if this process uses it, otherwise a device that can reach it."""
-        candidates = [device for device in devices() if device.in_use]
+        candidates = devices_in_use()
         candidates.sort(key=lambda device: device.uuid != uuid)
         for device in candidates:
             if not device.reach(uuid):

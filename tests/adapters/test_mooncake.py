@@ -19,6 +19,7 @@ from kvstore.adapters.mooncake import MooncakeDistributedStore, ReplicateConfig
 from kvstore.adapters.mooncake.install import FILE, SHIM, install
 from kvstore.adapters.mooncake.store import INVALID_PARAMS, OBJECT_NOT_FOUND, RPC_FAIL
 from kvstore.errors import InvalidRequest
+from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.nursery import ROOT
 from tests.helpers.processes import Machine
 
@@ -99,6 +100,35 @@ def test_buffers_are_filled_where_they_lie(machine: Machine) -> None:
     assert store.unregister_buffer(start) == 0 and store.unregister_buffer(start) == INVALID_PARAMS
     assert store.get_into("k", *place(out)) == INVALID_PARAMS
     assert store.remove_all() == 4 and store.remove_all(force=True) == 0
+
+
+def test_device_memory_is_registered_and_copied_by_pointers(machine: Machine) -> None:
+    """Host and device buffers may be mixed in one call, and in one value."""
+    machine.serve("n")
+    store = of_node()
+    with added_device() as device:
+        data, host = InterfaceBuffer(device, (64 * KIB,), filled(64 * KIB)), np.zeros(64 * KIB, np.uint8)
+        out = InterfaceBuffer(device, (64 * KIB,))
+        start, target, place = data.memory.address, out.memory.address, host.ctypes.data
+        assert store.register_buffer(start, 64 * KIB + 1) == INVALID_PARAMS, "more than the device's memory"
+        for address in (start, target, place):
+            assert store.register_buffer(address, 64 * KIB) == 0
+        codes = store.batch_put_from(["a", "b", "c"], [start, start + 100, start + 10], [5000, 300, 64 * KIB])
+        assert codes == [0, 0, INVALID_PARAMS]
+        codes = store.batch_get_into(["b", "a", "none"], [target, place, target], [300, 5000, 1])
+        assert codes == [300, 5000, OBJECT_NOT_FOUND]
+        assert np.array_equal(out.seen[:300], data.seen[100:400]) and np.array_equal(host[:5000], data.seen[:5000])
+        assert out.part(slice(300, None)).untouched
+        pieces = [[start, place, start + 9000], [start + 20_000]]
+        assert store.batch_put_from_multi_buffers(["m", "n"], pieces, [[1000, 100, 7000], [10]]) == [0, 0]
+        targets = [[target + 1000, target + 20_000], [place + 6000]]
+        assert store.batch_get_into_multi_buffers(["m", "n"], targets, [[1050, 8000], [10]]) == [8100, 10]
+        found = np.concatenate([out.seen[1000:2050], out.seen[20_000:27_050]])
+        assert np.array_equal(found, np.concatenate([data.seen[:1000], host[:100], data.seen[9000:16_000]]))
+        assert np.array_equal(host[6000:6010], data.seen[20_000:20_010])
+        assert device.pinned_bytes > host.nbytes, "the host's buffer, and the frames"
+        assert store.unregister_buffer(start) == 0 and store.put_from("o", start, 10) == INVALID_PARAMS
+        assert store.close() == 0
 
 
 def test_only_memory_of_this_process_is_registered(machine: Machine) -> None:

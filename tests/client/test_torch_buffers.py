@@ -1,5 +1,5 @@
-"""Tensors of PyTorch on a GPU in get, put, writers and readers, as they are and as other libraries know them:
-the pages are still being computed when they are given away, in a stream of the test's own.
+"""Tensors of PyTorch on a GPU in get, put, writers, readers and objects, as they are and as other libraries
+know them: the pages are still being computed when they are given away, in a stream of the test's own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 
 import kvstore
 from kvstore import PrefixCache, Store, Tier
+from kvstore.adapters.mooncake import MooncakeDistributedStore
 from kvstore.device import cuda
 from tests.helpers.content import SMALL, contents
 from tests.helpers.processes import Machine, free_port
@@ -158,3 +159,58 @@ def test_pages_of_nvme_and_of_mixed_streams(tmp_path: Path, machine: Machine, st
         match = cache.get(keys, out)
         assert match.pages == len(keys) and match.tiers[Tier.NVME]
         np.testing.assert_array_equal(seen(out), data)
+
+
+# --- opaque objects -------------------------------------------------------------------------------------------------
+
+
+def flat(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=DEVICE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_objects_while_they_are_computed(stores: dict[str, Store], stream: torch.cuda.Stream, way: str) -> None:
+    """Values of one and of several pages, in tensors, in buffers of both kinds, and at an address."""
+    store, salt = stores[way], f"objects-{way}"
+    values = [np.random.default_rng(i).integers(0, 256, size, np.uint8) for i, size in enumerate((5000, 300_001))]
+    tensors = [flat(value.size) for value in values]
+    for tensor, value in zip(tensors, values, strict=True):
+        late(tensor, value)
+    mixed = [ByInterface(tensors[1][:100_000]), values[1][100_000:200_000], ByDLPack(tensors[1][200_000:])]
+    assert store.put_many(["small", "large", "mixed"], [*tensors, mixed], salt) == [True] * 3
+    for tensor in tensors:
+        tensor.zero_()  # they may be used again
+    keys, expected = ["small", "large", "mixed"], [*values, values[1]]
+    assert [store.get(key, salt=salt).tobytes() for key in keys] == [value.tobytes() for value in expected]
+    outs = [flat(value.size) for value in expected]
+    assert store.get_many(keys, outs, salt) == [value.size for value in expected]
+    for out, value in zip(outs, expected, strict=True):
+        np.testing.assert_array_equal(seen(out), value)
+    pointer = kvstore.DevicePointer(outs[0].data_ptr(), outs[0].nbytes, torch.cuda.current_stream().cuda_stream)
+    outs[0].zero_()
+    assert store.get("small", pointer, salt) == 5000
+    np.testing.assert_array_equal(seen(outs[0]), values[0])
+
+
+def test_mooncakes_calls_take_pointers_to_a_gpu(stores: dict[str, Store], stream: torch.cuda.Stream) -> None:
+    mooncake = MooncakeDistributedStore()
+    assert mooncake.setup("localhost", "P2PHANDSHAKE", 0, 0, "rdma", "", "n") == 0
+    pool, data = flat(1 << 20), np.random.default_rng(7).integers(0, 256, 1 << 20, np.uint8)
+    late(pool, data)
+    torch.cuda.synchronize(DEVICE)
+    start = pool.data_ptr()
+    assert mooncake.register_buffer(start, pool.nbytes) == 0
+    layers = [[start + layer * 65536 + page * 4096 for layer in range(8)] for page in range(4)]
+    keys, sizes = [f"page{page}" for page in range(4)], [[4096] * 8] * 4
+    assert mooncake.batch_put_from_multi_buffers(keys, layers, sizes) == [0] * 4
+    targets = [[address + (1 << 19) for address in page] for page in layers]
+    pool[1 << 19 :].zero_()
+    torch.cuda.synchronize(DEVICE)
+    assert mooncake.batch_get_into_multi_buffers(keys, targets, sizes) == [8 * 4096] * 4
+    found = seen(pool)
+    for page in range(4):
+        for layer in range(8):
+            at = layer * 65536 + page * 4096
+            np.testing.assert_array_equal(found[(1 << 19) + at :][:4096], data[at:][:4096])
+    assert mooncake.get_into("page0", start, pool.nbytes + 1) < 0, "beyond the buffer"
+    assert mooncake.close() == 0

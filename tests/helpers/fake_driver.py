@@ -330,6 +330,7 @@ def faked(patch: pytest.MonkeyPatch, fake: FakeDriver, *, measured: int = 1 << 1
         return b"a cubin"
 
     patch.setattr(cuda, "begin", lambda: fake)
+    patch.setattr(cuda, "is_loaded", lambda: True)
     patch.setattr(cuda, "cubin_for", cubin)
     patch.setattr(cuda, "MEASURED_BYTES", measured)
     patch.setattr(cuda, "LENGTHS", tuple(x for x in cuda.LENGTHS if x <= measured))

@@ -78,7 +78,7 @@ def began_behind(fixture: Fixture) -> bool:
         return np.array([address], np.uint64)
 
     written = CopyStream(fixture.device).copy(at(place), at(source.ctypes.data), size)
-    event = CopyStream(fixture.device).copy(at(target.ctypes.data), at(place), size, after=written)
+    event = CopyStream(fixture.device).copy(at(target.ctypes.data), at(place), size, written)
     event.wait(time.monotonic() + NOBODY)
     return bool((target == source).all())
 

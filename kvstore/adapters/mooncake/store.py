@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.addresses import connect
+from kvstore.client.buffers import DevicePointer
 from kvstore.client.objects import Registration
 from kvstore.client.store import Store
+from kvstore.device.cuda import device_of
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, OutOfSpace, QuotaExceeded
 
 _log = logging.getLogger(__name__)
@@ -124,16 +126,17 @@ class MooncakeDistributedStore:
     # --- buffers ----------------------------------------------------------------------------------------------------
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Register host memory of this process. Return INVALID_PARAMS for device memory."""
+        """Register host or device memory of this process."""
         registration = self._registrations.get(buffer_ptr)
         if registration is not None and registration.stop - registration.start == size:
             return OK
-        if size <= 0 or not is_host_memory(buffer_ptr, size):
-            _log.error("register_buffer: %d bytes at %#x are not host memory of this process", size, buffer_ptr)
+        buffer = _buffer_at(buffer_ptr, size)
+        if buffer is None:
+            _log.error("register_buffer: %d bytes at %#x are not memory of this process", size, buffer_ptr)
             return INVALID_PARAMS
 
         def register(store: Store) -> int:
-            self._registrations[buffer_ptr] = store.register((ctypes.c_ubyte * size).from_address(buffer_ptr))
+            self._registrations[buffer_ptr] = store.register(buffer)
             self._sort_registrations()
             return OK
 
@@ -286,17 +289,16 @@ class MooncakeDistributedStore:
             return code_of(error)
 
     def _view(self, pointer: int, size: int) -> Any:
-        """Return a view of the memory at a pointer; None if the memory is not in a registered buffer."""
+        """Return the memory at a pointer as a buffer; None if it is not in a registered buffer."""
         starts, registrations = self._sorted
         position = bisect_right(starts, pointer) - 1
         if position < 0 or size <= 0 or pointer + size > registrations[position].stop or self._store is None:
             _log.error("%d bytes at %#x are not in a registered buffer", size, pointer)
             return None
-        offset = pointer - starts[position]
-        return registrations[position].bytes[offset : offset + size]
+        return registrations[position].part(pointer, size)
 
     def _views(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Any] | None:
-        """Return views of the memory at several pointers; None if one of them is not in a registered buffer."""
+        """Return the memory at several pointers as buffers; None if one of them is not in a registered buffer."""
         views = list(map(self._view, pointers, sizes)) if len(pointers) == len(sizes) else [None]
         return None if any(view is None for view in views) else views
 
@@ -356,9 +358,19 @@ def code_of(error: KVStoreError) -> int:
     return RPC_TIMEOUT if isinstance(error, DeadlineExceeded) else RPC_FAIL
 
 
-def is_host_memory(start: int, size: int) -> bool:
-    """Return whether this process can read and write a range of addresses. It cannot for device memory, which has
-    addresses but is not mapped."""
+def _buffer_at(start: int, size: int) -> Any:
+    """Return the memory at an address as a buffer; None if it is neither a device's nor mapped for reading and
+    writing."""
+    if size <= 0 or start <= 0:
+        return None
+    if device_of(start) is not None:
+        return DevicePointer(start, size)
+    return (ctypes.c_ubyte * size).from_address(start) if _is_host_memory(start, size) else None
+
+
+def _is_host_memory(start: int, size: int) -> bool:
+    """Return whether this process can read and write a range of addresses. It cannot for addresses that a driver has
+    only reserved."""
     mapped_end = start
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, permissions, *_ = line.split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -19,7 +20,6 @@ from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.client.local.verify_hit import Run, prove
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION
-from kvstore.device.base import DeviceLost
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address
@@ -91,11 +91,8 @@ def to_device(
     """
     if not runs:
         return 0, False
-    link, lease = link_of(target.device), RunLease(mapped, LEASE_MS)
-    if leased and mapped.header.state == DaemonState.READY:
-        with contextlib.suppress(Unavailable):
-            lease.take(runs)  # pages that got no lease may change; the check below detects that
-    try:
+    link = link_of(target.device)
+    with leased_for_copy(mapped, runs) if leased else contextlib.nullcontext():
         pairs = []
         for extent, frame, page, count, _ in runs:
             pairs.append((extent.pages[frame : frame + count, part], target[page : page + count]))
@@ -109,30 +106,52 @@ def to_device(
             if unchanged < run.length:
                 return pages, True
         return pages, False
+
+
+@contextlib.contextmanager
+def leased_for_copy(mapped: MappedNode, runs: list[Run]) -> Iterator[None]:
+    """Keep proven runs in their frames while a device copies them, if the node answers. Pages that get no lease may
+    change, which the caller detects afterwards by their words."""
+    lease = RunLease(mapped, LEASE_MS)
+    if mapped.header.state == DaemonState.READY:
+        with contextlib.suppress(Unavailable):
+            lease.take(runs)
+    try:
+        yield
     finally:
-        if leased:
-            lease.release()
+        lease.release()
 
 
 def from_device(mapped: MappedNode, rows: DeviceRows, addresses: list[Address], pool: GrantPool) -> None:
     """Copy rows in device memory into granted frames, and wait for the copy. Call it within ``mapped.channel.copies``.
 
     Raises:
-        DeviceLost: the copy failed, and the frames are forfeit.
-        DeadlineExceeded: the device may still write into the frames, so they stay unused until this process has ended.
+        DeviceLost: the copy failed.
+        DeadlineExceeded: the device may still write into the frames; see ``device_writes``.
     """
     link, pairs, frames = link_of(rows.device), [], frames_of(mapped, addresses)
     for extent, frame, i, j in frames:
         pairs.append((extent.pages[frame : frame + j - i], rows[i:j]))
         extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # replaces the last use of the frame's old page
-    try:
+    with device_writes(mapped, addresses, pool):
         event = link.copy(pairs, [extent for extent, *_ in frames], to_device=False)
         link.wait(event, pairs)
-    except DeviceLost:
-        pool.forfeit(addresses)
-        raise
+
+
+@contextlib.contextmanager
+def device_writes(mapped: MappedNode, addresses: list[Address], pool: GrantPool) -> Iterator[None]:
+    """Copy from a device into these granted frames within this context, and within ``mapped.channel.copies``.
+
+    If the copy fails, the frames are forfeit. If it does not end in time, the device may still write into the frames:
+    then they stay unused until this process has ended, because its session stays open.
+    """
+    try:
+        yield
     except DeadlineExceeded:
-        mapped.channel.copies.__enter__()  # without an exit, so that the session stays open and keeps its frames
+        mapped.channel.copies.keep_open()
+        raise
+    except BaseException:
+        pool.forfeit(addresses)
         raise
 
 

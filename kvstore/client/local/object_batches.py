@@ -19,7 +19,7 @@ import secrets
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -27,14 +27,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import failpoint
-from kvstore.client.buffers import DeviceRows, Rows, Scattered
-from kvstore.client.local.frame_copies import frames_of
+from kvstore.client.buffers import DevicePart, DeviceRows, Rows
+from kvstore.client.device_link import DeviceCopies
+from kvstore.client.local.frame_copies import device_writes, frames_of, leased_for_copy
 from kvstore.client.local.grants import BATCH_BYTES, GrantPool, Purpose, is_still_granted
 from kvstore.client.local.index_lookup import find_published
 from kvstore.client.local.node import MappedNode
 from kvstore.client.local.publisher import PendingReply
 from kvstore.client.local.put import LocalPut, SealBatch
 from kvstore.client.local.tier_reader import MappedExtent
+from kvstore.client.local.verify_hit import Run
+from kvstore.client.value_buffers import Part, Scattered
 from kvstore.device.host_memory import copy
 from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import (
@@ -73,6 +76,11 @@ class GatheredFrames(NamedTuple):
     frame_array: npt.NDArray[np.intp]
     words: npt.NDArray[np.uint64]
     rows: npt.NDArray[np.uint8]
+
+    def runs(self, positions: Collection[int]) -> list[Run]:
+        """Return the frames of the objects at these positions, each as a run of one page."""
+        chosen = zip(self.positions, self.frames, self.words, strict=True)
+        return [Run(self.extent, frame, 0, 1, word.tobytes()) for at, frame, word in chosen if at in positions]
 
     def changed(self) -> list[int]:
         """Return the positions of objects whose frames have changed since."""
@@ -193,8 +201,11 @@ def read_objects(
 ) -> list[int | None]:
     """Copy objects from DRAM into their targets. Return the size of each; None if it could not be read in this way.
 
+    Frames that a device copies are leased until the copy's event, if the node answers.
+
     Raises:
         InvalidRequest: a target is too small. Nothing was copied.
+        DeviceLost, DeadlineExceeded: see ``DeviceCopies.finish``. Some objects may have been copied.
     """
     dram = DramHeads(mapped, root, names)
     heads, large, sizes = dram.heads, dram.large, list[int | None]()
@@ -211,18 +222,26 @@ def read_objects(
     piece_frames, pieces = find_pieces(mapped, root, names, dram, large) if large else ([], {})
     if failpoint.ACTIVE:
         failpoint.hit("client.reading")
+    copies, on_device = DeviceCopies(to_device=True), set[int]()
     for position, (head, target) in enumerate(zip(heads, targets, strict=True)):
         if head is None or (position in large and position not in pieces):
             sizes.append(None)
             continue
         extent, frame, size = head
         if type(target) is Scattered or position in pieces:
-            _copy_pages([*pieces.get(position, ()), (extent, frame)], size, target)
+            parts = target.parts if isinstance(target, Scattered) else [target]
+            _copy_pages([*pieces.get(position, ()), (extent, frame)], parts, size, copies)
+            if type(target) is Scattered and target.on_device:
+                on_device.add(position)
         else:
             assert not isinstance(target, Scattered)
             row = extent.pages[frame]
             copy(target if target.size == size else target[:size], row if row.size == size else row[:size])
         sizes.append(size)
+    if copies:
+        runs = [run for frames in (*dram.frames, *piece_frames) for run in frames.runs(on_device)]
+        with leased_for_copy(mapped, runs):
+            copies.finish({run.extent.number: run.extent for run in runs}.values())
     now_ns = time.monotonic_ns()
     for frames in (*dram.frames, *piece_frames):
         for position in frames.changed():
@@ -281,22 +300,53 @@ def find_pieces(
     return [frames._replace(positions=[owners[piece] for piece in frames.positions]) for frames in gathered], pieces
 
 
-def _copy_pages(pages: list[PageFrame], value_bytes: int, target: Rows | Scattered) -> None:
-    """Copy the pages of a value, one after the other, into its target."""
-    if not value_bytes:
-        return  # an empty target may have no parts
-    page_bytes, offset = pages[0][0].page_bytes, 0
-    parts = iter(target.parts if isinstance(target, Scattered) else [target])
-    part, part_start = next(parts), 0  # the part for byte `offset` of the value, and where the part begins
-    while offset < value_bytes:
-        while offset == part_start + part.size:
-            part_start, part = part_start + part.size, next(parts)
-        extent, frame = pages[offset // page_bytes]
-        in_page = offset % page_bytes
-        size = min(page_bytes - in_page, part_start + part.size - offset, value_bytes - offset)
-        in_part = offset - part_start
-        copy(part[in_part : in_part + size], extent.pages[frame, in_page : in_page + size])
+class _Piece(NamedTuple):
+    """Adjacent bytes of a value that are in one part of its buffers and in one page: ``size`` bytes, from byte
+    ``in_part`` of the part and from byte ``in_page`` of the frame."""
+
+    part: Part
+    in_part: int
+    extent: MappedExtent
+    frame: int
+    in_page: int
+    size: int
+
+    def copy(self, copies: DeviceCopies, *, to_page: bool) -> None:
+        """Copy the bytes, or add their copy to ``copies`` if the part is device memory."""
+        part, in_part, extent, frame, in_page, size = self
+        if isinstance(part, DevicePart):
+            copies.add(part, in_part, extent.address(frame, in_page), size)
+            return
+        in_memory, in_frame = part[in_part : in_part + size], extent.pages[frame, in_page : in_page + size]
+        if to_page:
+            copy(in_frame, in_memory)
+        else:
+            copy(in_memory, in_frame)
+
+
+def _pieces(pages: Sequence[PageFrame], parts: Sequence[Part], value_bytes: int, start: int = 0) -> Iterator[_Piece]:
+    """Cut a value of ``value_bytes`` wherever a page or a part ends, and yield the pieces in order. The pages have the
+    value from byte ``start`` on; the parts have all of it."""
+    page_bytes = pages[0][0].page_bytes
+    offset, stop = start, min(value_bytes, start + len(pages) * page_bytes)
+    rest, part_start, part_stop = iter(parts), 0, 0
+    part: Part | None = None
+    while offset < stop:
+        while offset >= part_stop:
+            part = next(rest)
+            part_start, part_stop = part_stop, part_stop + part.size
+        assert part is not None, "the parts have all of the value"
+        extent, frame = pages[(offset - start) // page_bytes]
+        in_page = (offset - start) % page_bytes
+        size = min(page_bytes - in_page, part_stop - offset, stop - offset)
+        yield _Piece(part, offset - part_start, extent, frame, in_page, size)
         offset += size
+
+
+def _copy_pages(pages: Sequence[PageFrame], parts: Sequence[Part], value_bytes: int, copies: DeviceCopies) -> None:
+    """Copy the pages of a value, one after the other, into its parts. Copies to devices are added to ``copies``."""
+    for piece in _pieces(pages, parts, value_bytes):
+        piece.copy(copies, to_page=False)
 
 
 class ProvenHead(NamedTuple):
@@ -376,11 +426,30 @@ def plan_object(mapped: MappedNode, name: bytes, value_bytes: int) -> tuple[Fram
 
 
 def copy_from(source: Scattered, start: int, mapped: MappedNode, addresses: list[Address]) -> None:
-    """Copy a value, starting at byte ``start``, into these frames. Raises NodeUnavailable if they no longer exist."""
+    """Copy a value, starting at byte ``start``, into these frames, and wait for devices.
+
+    Raises:
+        NodeUnavailable: a frame no longer exists.
+        DeviceLost, DeadlineExceeded: see ``DeviceCopies.finish``.
+    """
+    pages, copies = _frames_to_fill(mapped, addresses), DeviceCopies(to_device=False)
+    for piece in _pieces(pages, source.parts, source.nbytes, start):
+        piece.copy(copies, to_page=True)
+    copies.finish(_extents_of(pages))
+
+
+def _frames_to_fill(mapped: MappedNode, addresses: list[Address]) -> list[PageFrame]:
+    """Return the frames at these addresses, in order, and mark them as used now. Raises as ``frames_of``."""
+    pages: list[PageFrame] = []
+    now_ns = time.monotonic_ns()
     for extent, frame, i, j in frames_of(mapped, addresses):
-        for page in range(i, j):
-            source.read(start + page * extent.page_bytes, extent.pages[frame + page - i])
-        extent.last_use[frame : frame + j - i] = time.monotonic_ns()
+        pages += [(extent, number) for number in range(frame, frame + j - i)]
+        extent.last_use[frame : frame + j - i] = now_ns
+    return pages
+
+
+def _extents_of(pages: Sequence[PageFrame]) -> Collection[MappedExtent]:
+    return {extent.number: extent for extent, _ in pages}.values()
 
 
 class _ObjectPagesPut(LocalPut):
@@ -402,7 +471,9 @@ class _ObjectPagesPut(LocalPut):
         return self._is_over_quota
 
     def _copy(self, rows: Rows | DeviceRows, page: int, addresses: list[Address]) -> None:
-        copy_from(self._source, self._start + page * self._pool.frame_class.page_bytes, self._mapped, addresses)
+        start = self._start + page * self._pool.frame_class.page_bytes
+        with device_writes(self._mapped, addresses, self._pool):
+            copy_from(self._source, start, self._mapped, addresses)
 
 
 class PiecesPut(_ObjectPagesPut):
@@ -589,31 +660,29 @@ class ObjectsPut:
             if failpoint.ACTIVE:
                 failpoint.hit("client.granted")
             body = self._body(pool.frame_class, objects, frames)  # before the copy, as in ``LocalPut.send``
-            with self._mapped.channel.copies:
-                self._copy(objects, frames)
-            return _ObjectBatch(pool, objects, frames, body)
         except BaseException:
             pool.forfeit(frames)
             raise
+        with self._mapped.channel.copies, device_writes(self._mapped, frames, pool):
+            self._copy(objects, frames)
+        return _ObjectBatch(pool, objects, frames, body)
 
     def _copy(self, objects: list[_NewObject], frames: list[Address]) -> None:
-        """Copy the values of these objects into frames."""
-        pages: list[Rows] = []
-        now_ns = time.monotonic_ns()
-        for extent, frame, i, j in frames_of(self._mapped, frames):
-            pages.extend(extent.pages[frame : frame + j - i])
-            extent.last_use[frame : frame + j - i] = now_ns
-        first = 0
+        """Copy the values of these objects into frames, and wait for devices. Raises as ``copy_from``."""
+        pages, copies, first = _frames_to_fill(self._mapped, frames), DeviceCopies(to_device=False), 0
         for position, about, count in objects:
             source = self._sources[position]
-            if count == 1 and len(source.parts) == 1:
-                copy(pages[first][: about.value_bytes], source.parts[0])
+            if count == 1 and len(source.parts) == 1 and not source.on_device:
+                extent, frame = pages[first]
+                copy(extent.pages[frame, : about.value_bytes], source.parts[0])  # type: ignore[arg-type]
             else:
-                for page, row in enumerate(pages[first : first + count]):
-                    source.read(page * row.size, row)
+                for piece in _pieces(pages[first : first + count], source.parts, about.value_bytes):
+                    piece.copy(copies, to_page=True)
             first += count
             if failpoint.ACTIVE:
                 failpoint.hit("client.copied")
+        if copies:
+            copies.finish(_extents_of(pages))
 
     def _body(self, frame_class: FrameClass, objects: list[_NewObject], frames: list[Address]) -> tuple[bytes, ...]:
         """Return the body of a request: the frames, the identity rows of the objects' pages, and the addresses of the

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvstore.client.buffers import Rows, Scattered
+from kvstore.client.buffers import Rows
+from kvstore.client.device_link import BOUNCE_BYTES
 from kvstore.client.local.cache import ORDERED, LocalCache
 from kvstore.client.local.grants import BATCH_BYTES, OVER_QUOTA
 from kvstore.client.local.hints import accepts_hints, name_objects
@@ -24,6 +25,7 @@ from kvstore.client.local.object_batches import (
 )
 from kvstore.client.local.peer_reads import LOCAL_WAIT_S
 from kvstore.client.objects import ObjectVerbs, as_scattered, listed, names_of, root_of_salt, sources_of, target_of
+from kvstore.client.value_buffers import Scattered
 from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.objects import (
@@ -96,12 +98,14 @@ class LocalObjects(ObjectVerbs):
         ``ObjectVerbs.get``."""
         name, root = encode_name(key), root_of_salt(salt)
         out_target = Scattered.of(out, "out", writable=True) if out is not None else None
-        size_or_value = self._get_here(name, root, out_target, salt)
+        size_or_value = None
+        if out_target is not None and out_target.on_device:
+            size_or_value = self._read_in_place(root, [name], [out_target])[0]
+        if size_or_value is None:
+            size_or_value = self._get_here(name, root, out_target, salt)
         if size_or_value is None and not local and self._node.pool_objects is not None:
-            targets = [out_target]
-            size = self._read_pool([name], targets, salt)[0]
-            target = targets[0]
-            return size if out_target is not None or size is None or target is None else target.parts[0]
+            sizes, values = self._read_pool([name], [out_target], salt)
+            return values[0] if out_target is None else sizes[0]
         return size_or_value
 
     def _get_here(self, name: bytes, root: bytes, out_target: Scattered | None, salt: str) -> Any:
@@ -121,22 +125,28 @@ class LocalObjects(ObjectVerbs):
                 return size if out_target is not None else target.parts[0]
         return None
 
+    def _read_in_place(
+        self, root: bytes, names: Sequence[bytes], targets: Sequence[Rows | Scattered]
+    ) -> Sequence[int | None]:
+        """Copy objects directly from DRAM. Return the size of each; None if it could not be read in this way."""
+        mapped = self._node.mapped()
+        if mapped is None or not ORDERED or mapped.header.verify_reads:
+            return [None] * len(names)
+        return read_objects(mapped, root, names, targets)
+
     def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "", *, local: bool = False) -> list[int]:
         """Read objects into ``outs``, and return the size of each; -1 if there is none. Raises as
         ``ObjectVerbs.get_many``."""
         names, root = names_of(keys, outs, "outs"), root_of_salt(salt)
         targets = [target_of(out) for out in outs]
-        mapped = self._node.mapped()
-        sizes: list[int | None] = [None] * len(names)
-        if mapped is not None and ORDERED and not mapped.header.verify_reads:
-            sizes = read_objects(mapped, root, names, targets)
+        sizes = list(self._read_in_place(root, names, targets))
         for number, size in enumerate(sizes):
             if size is None:
                 sizes[number] = self._get_here(names[number], root, as_scattered(targets[number]), salt)
         missing = [number for number, size in enumerate(sizes) if size is None]
         if missing and not local and self._node.pool_objects is not None:
-            wanted: list[Scattered | None] = [as_scattered(targets[number]) for number in missing]
-            pool_sizes = self._read_pool([names[number] for number in missing], wanted, salt)
+            wanted = [as_scattered(targets[number]) for number in missing]
+            pool_sizes, _ = self._read_pool([names[number] for number in missing], wanted, salt)
             for number, size in zip(missing, pool_sizes, strict=True):
                 sizes[number] = size
         return [-1 if size is None else size for size in sizes]
@@ -263,21 +273,30 @@ class LocalObjects(ObjectVerbs):
         pool = self._node.pool_objects
         return pool.find(salt, names) if pool is not None and not local else [None] * len(names)
 
-    def _read_pool(self, names: Sequence[bytes], targets: list[Scattered | None], salt: str) -> list[int | None]:
-        """Read objects of other nodes into ``targets``, and return the size of each; None if no other node has it. A
-        target that is None is replaced by a new array.
+    def _read_pool(
+        self, names: Sequence[bytes], targets: Sequence[Scattered | None], salt: str
+    ) -> tuple[list[int | None], list[Rows | None]]:
+        """Read objects of other nodes into ``targets``. Values for device memory are received in host memory first.
+
+        Returns:
+            The size of each object, None if no other node has it; and its value as a new array, where ``targets`` has
+            None or device memory.
 
         Raises:
             InvalidRequest: a target is too small.
+            DeviceLost, DeadlineExceeded: see ``Scattered.write``.
         """
         pool = self._node.pool_objects
         assert pool is not None, "the caller has checked it"
 
+        values: list[Rows | None] = [None] * len(names)
+
         def target_of(position: int, facts: ObjectFacts) -> Scattered:
-            target = targets[position] if limits[position] < VALUE_BYTES_MAX else None
-            if target is None:
-                target = targets[position] = Scattered([empty(facts.value_bytes)])
-            return target
+            target = targets[position]
+            if target is not None and not target.on_device:
+                return target
+            value = values[position] = empty(facts.value_bytes)
+            return Scattered([value])
 
         limits = [target.nbytes if target is not None else VALUE_BYTES_MAX for target in targets]
         found = pool.read(salt, names, limits, target_of)
@@ -285,8 +304,13 @@ class LocalObjects(ObjectVerbs):
         for size, target in zip(sizes, targets, strict=True):
             if size is not None and target is not None and target.nbytes < size:
                 raise InvalidRequest("out", f"must have at least {size} bytes for the value (got {target.nbytes})")
-        self._cache_twice_read(names, found, targets, salt)
-        return sizes
+        on_host: list[Scattered | None] = []
+        for size, target, value in zip(sizes, targets, values, strict=True):
+            if size is not None and target is not None and value is not None:
+                target.write(0, value)
+            on_host.append(target if value is None else Scattered([value]))
+        self._cache_twice_read(names, found, on_host, salt)
+        return sizes, [value if size is not None else None for size, value in zip(sizes, values, strict=True)]
 
     def _cache_twice_read(
         self,
@@ -303,7 +327,7 @@ class LocalObjects(ObjectVerbs):
         root = object_root(salt)
         again = pool.read_before([key_hash(root, name) for name in names])
         copies = [
-            (name, Scattered(target.views(0, facts.value_bytes)), facts.nonce)
+            (name, Scattered([*target.views(0, facts.value_bytes)]), facts.nonce)
             for name, facts, target, is_again in zip(names, found, targets, again, strict=True)
             if is_again and facts is not None and target is not None and facts.value_bytes <= BATCH_BYTES
         ]
@@ -348,15 +372,17 @@ class LocalObjects(ObjectVerbs):
         if not about.pieces:
             return True
         keys, piece = about.piece_keys(root, width), 0
+        # For pieces that are not in one part of the target, or whose part is device memory.
+        staging = empty((max(1, BOUNCE_BYTES // page_bytes) if target.on_device else 1, page_bytes))
         while piece < about.pieces:
             rows = target.rows(piece * page_bytes, about.pieces - piece, page_bytes)
-            is_split = rows is None  # the piece continues in the next part of the target
+            is_staged = rows is None
             if rows is None:
-                rows = empty((1, page_bytes))
+                rows = staging[: about.pieces - piece]
             if cache.get(keys[piece : piece + len(rows)], out=rows).pages != len(rows):
                 return False
-            if is_split:
-                target.write(piece * page_bytes, rows[0])
+            if is_staged:
+                target.write(piece * page_bytes, rows.reshape(-1))
             piece += len(rows)
         return True
 

@@ -12,8 +12,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from kvstore.client.buffers import Rows, Scattered
+from kvstore.client.buffers import Rows
 from kvstore.client.local.peer_reads import PeerReader, TimeBudget
+from kvstore.client.value_buffers import Scattered
 from kvstore.cluster.data_connection import DataConnection
 from kvstore.cluster.transport import RATE_MIN
 from kvstore.errors import KVStoreError
@@ -33,7 +34,7 @@ from kvstore.wire.object_messages import (
 )
 
 TargetOf = Callable[[int, ObjectFacts], Scattered]
-"""Returns the target of a value: called with the object's position, once its size is known."""
+"""Returns the target of a value, in host memory: called with the object's position, once its size is known."""
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -207,7 +208,4 @@ def _page_buffers(part: ObjectPart, facts: ObjectFacts, target: Scattered) -> It
     """Yield the places in the target of each page of a part."""
     for page in range(part.first, part.first + part.pages):
         start, stop = facts.page_range(page, 1)
-        if len(target.parts) == 1:
-            yield [target.parts[0][start:stop]]
-        else:
-            yield target.views(start, stop - start)
+        yield target.views(start, stop - start)

@@ -62,6 +62,12 @@ class Copies:
         for callback in callbacks:
             callback()
 
+    def keep_open(self) -> None:
+        """Count a copy that never ends: a device may still write into its frames, so the session lasts as long as the
+        process. Called within ``with copies:``, also after ``close``."""
+        with self._lock:
+            self._in_flight += 1
+
     def close(self, refusal: Callable[[], KVStoreError], callback: Callable[[], None]) -> None:
         """Refuse further copies with the error ``refusal()``. Call ``callback`` when no copy is in flight: now, or in
         the thread that ends the last copy. If ``close`` is called again, the first refusal stays, and each callback is

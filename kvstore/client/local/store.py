@@ -81,6 +81,7 @@ class LocalStore(Store, LocalObjects):
 
     def close(self) -> None:
         """End the session, and an embedded node with it. Later calls are refused."""
+        self._registrations.close()
         self._node.close()
 
     def in_pool(self, keys: Keys) -> Keys:

@@ -58,6 +58,8 @@ class MappedExtent:
         "memory",
         "pages",
         "views",
+        "_address",
+        "_stride",
         "_table",
     )
 
@@ -77,7 +79,12 @@ class MappedExtent:
         place = table.position, frame_class.frame_bytes, table.frames
         self.pages: npt.NDArray[np.uint8] = segment.frames(*place)[:, : frame_class.page_bytes]
         self.views: npt.NDArray[np.uint8] = segment.frames_readonly(*place)[:, : frame_class.page_bytes]
+        self._address, self._stride = self.pages.ctypes.data, self.pages.strides[0]
         self._table = table  # keeps the mappings open
+
+    def address(self, frame: int, offset: int = 0) -> int:
+        """Return the address of a byte of a frame in this process, for devices."""
+        return self._address + frame * self._stride + offset
 
 
 class ObjectHead(NamedTuple):

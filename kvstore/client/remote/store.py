@@ -11,13 +11,14 @@ import grpc
 import numpy as np
 
 from kvstore.client.admin import KEYS_MAX
-from kvstore.client.buffers import Scattered, check_text
+from kvstore.client.buffers import Rows, check_text
 from kvstore.client.objects import ObjectVerbs, listed, sources_of
 from kvstore.client.remote.admin import PROMPT, RemoteAdmin
 from kvstore.client.remote.cache import RemoteCache
 from kvstore.client.remote.endpoint import Endpoint
 from kvstore.client.remote.node import OVERHEAD_BYTES, RemoteNode, end, is_connection_lost
 from kvstore.client.store import Store, check_cache
+from kvstore.client.value_buffers import Scattered
 from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
@@ -56,7 +57,7 @@ class RemoteObjects(ObjectVerbs):
             for key, source in zip(keys, sources, strict=True):
                 if len(puts) == PUTS_AT_ONCE:
                     stored.append(self._result(puts.popleft()))
-                puts.append(self._put(key, source, salt, replace))
+                puts.append(self._put(key, source.host_parts(), salt, replace))
             while puts:
                 stored.append(self._result(puts.popleft()))
         finally:
@@ -126,11 +127,12 @@ class RemoteObjects(ObjectVerbs):
     def _check_open(self) -> None:
         self._node.check_open()
 
-    def _put(self, key: str, source: Scattered, salt: str, replace: bool) -> Any:
+    def _put(self, key: str, parts: list[Rows], salt: str, replace: bool) -> Any:
         """Start a put, and return a future of its reply."""
-        begin = pb.PutObjectBegin(key=key, salt=salt, size_bytes=source.nbytes, replace=replace)
-        messages = _messages(begin, source, self._node.data_bytes)
-        return self._node.send("PutObject", messages, self._node.stream_s(source.nbytes))
+        nbytes = sum([part.size for part in parts])
+        begin = pb.PutObjectBegin(key=key, salt=salt, size_bytes=nbytes, replace=replace)
+        messages = _messages(begin, parts, self._node.data_bytes)
+        return self._node.send("PutObject", messages, self._node.stream_s(nbytes))
 
     def _result(self, call: Any) -> bool:
         try:
@@ -178,9 +180,9 @@ class RemoteObjects(ObjectVerbs):
         return size if target is not None else into.parts[0]
 
 
-def _messages(begin: pb.PutObjectBegin, source: Scattered, data_bytes: int) -> Iterator[bytes]:
+def _messages(begin: pb.PutObjectBegin, parts: list[Rows], data_bytes: int) -> Iterator[bytes]:
     yield pb.PutObjectRequest(begin=begin).SerializeToString()
-    for part in source.parts:
+    for part in parts:
         for start in range(0, part.size, data_bytes):
             yield pack_data(part[start : start + data_bytes].data)
 
@@ -251,6 +253,7 @@ class RemoteStore(Store, RemoteObjects):
 
     def close(self) -> None:
         """End the connection. May be called twice."""
+        self._registrations.close()
         self._node.close()
 
     def __repr__(self) -> str:
