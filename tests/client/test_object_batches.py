@@ -172,7 +172,7 @@ def request(root: bytes, names: list[bytes], size: int, addresses: list[Address]
     frame_class = class_for(names[0], size, 1 << 30)
     rows, width = b"", frame_class.page_tokens
     for name in names:
-        about = About(name, size if told is None else told, 2, os.urandom(8))
+        about = About(name, size if told is None else told, 2, os.urandom(objects.NONCE_BYTES))
         rows += about.piece_keys(root, width).identity_bytes + about.head_keys(root, width).identity_bytes
     count = 3 * len(names)
     body = (pack_addresses(addresses), rows, bytes(16 * count))
