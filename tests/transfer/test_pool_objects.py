@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import kvstore
 from kvstore import Store
 from kvstore.errors import InvalidRequest
 from tests.helpers.api import address_of
+from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.pool import Pool, patient
 from tests.helpers.processes import Machine, check_laws, evict_all, stopped, wait_until
 from tests.helpers.workers.objects import value_of
@@ -59,6 +61,24 @@ def test_objects_are_found_and_read_from_every_node(pool: Pool) -> None:
     assert c.get("salted", salt="tenant", **near) is None
     assert c.get_many(["salted"], [np.zeros(5000, np.uint8)], "tenant", **near) == [-1]
     check_laws(c)
+
+
+def test_objects_of_other_nodes_are_read_into_device_memory(pool: Pool) -> None:
+    """At first from the other node, then from a copy here, which is made from the bytes that arrived."""
+    a, c = pool.stores["a"], pool.stores["c"]
+    a.put_many(KEYS, VALUES)
+    wait_found(c, KEYS)
+    with added_device() as device:
+        for _ in range(3):
+            outs: list[Any] = [InterfaceBuffer(device, (size + 10,)) for size in SIZES]
+            outs[5] = [InterfaceBuffer(device, (1_000_000,)), InterfaceBuffer(device, (1_500_000,))]
+            assert c.get_many([*KEYS, "none"], [*outs, bytearray(1)]) == [*SIZES, -1]
+            outs[5] = InterfaceBuffer(device, (2_500_000,), np.concatenate([out.seen for out in outs[5]]))
+            for out, value in zip(outs, VALUES, strict=True):
+                np.testing.assert_array_equal(out.seen[: value.size], value)
+        assert all(c.contains(KEYS, local=True))
+        with pytest.raises(InvalidRequest, match=r"out: must have at least 5000 bytes for the value .got 4999."):
+            c.get(KEYS[3], InterfaceBuffer(device, (4999,)))
 
 
 def test_an_object_that_is_read_twice_is_stored_here(pool: Pool) -> None:
