@@ -14,10 +14,10 @@ import pytest
 
 import kvstore
 from kvstore import Store
-from kvstore.client.buffers import Scattered
 from kvstore.client.local.node import LocalNode
 from kvstore.client.local.peer_reads import FetchHistory, TimeBudget
 from kvstore.client.local.pool_objects import PoolObjects
+from kvstore.client.value_buffers import Scattered
 from kvstore.cluster.data_connection import Caller, DataConnection
 from kvstore.cluster.data_listener import Server
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied
