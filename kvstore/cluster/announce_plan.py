@@ -4,10 +4,11 @@ Each owner gets a stream: first everything the node has for this owner, then eac
 flight, which is sent again until it is answered. When the members of the cluster change, an owner that stays receives
 only the pages that it gained and lost. An owner that is new, or has forgotten this node, receives a new stream.
 
-The caller follows the node's event log. ``add_all`` needs all pages at one point of that log::
+The caller follows the node's event log. ``add_pages`` needs the pages of some partitions at one point of that log::
 
-    lock the node: note the log's newest number, copy all pages      (only when ``wants_pages``)
-    apply(events up to that number), add_all(pages), apply(later events) ...
+    wanted = plan.wanted()                                           (None: nothing to do)
+    lock the node: note the log's newest number, copy the pages that ``wanted`` selects
+    apply(events up to that number), add_pages(wanted, pages), apply(later events) ...
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cluster.directory import AGAIN, GONE, AnnounceBatch, Marks, Placement
+from kvstore.cluster.directory import AGAIN, GONE, AnnounceBatch, Marks, Placement, partitions
 from kvstore.model.prefix import Fingerprints
 
 BATCH_PAGES: Final = 4096
 LOOK_S: Final = 0.05  # pause between two looks for news, in seconds, ...
 OWNERS_PER_LOOK: Final = 16  # ... with this many owners or fewer; see ``pause_s``
+ADD_PAGES: Final = 1 << 17  # pages that ``add_pages`` divides between owners at a time
 QUEUED_MAX: Final = 1 << 20  # entries that wait for one owner; with more, the owner gets a new stream
 
 
@@ -46,6 +48,8 @@ class Entries(NamedTuple):
 def settle(pages: Entries, changes: Entries) -> Entries:
     """Return the pages that remain of ``pages`` after ``changes``. ``pages`` may be in any order and may repeat;
     ``changes`` are in the order in which they happened."""
+    if not len(changes.marks):
+        return pages
     touched = np.isin(pages.fingerprints, changes.fingerprints)
     last = dict[tuple[int, int], tuple[int, int]]()
     for some in (part_of(pages, touched), changes):
@@ -57,8 +61,8 @@ def settle(pages: Entries, changes: Entries) -> Entries:
     return join([part_of(pages, ~touched), after])
 
 
-def part_of(pages: Entries, which: npt.NDArray[np.bool_]) -> Entries:
-    """Return the entries that the mask ``which`` selects."""
+def part_of(pages: Entries, which: npt.NDArray[np.bool_] | slice) -> Entries:
+    """Return the entries that ``which`` selects."""
     return Entries(pages.spans[which], pages.fingerprints[which], pages.marks[which])
 
 
@@ -66,6 +70,25 @@ def join(parts: Sequence[Entries]) -> Entries:
     """Return all ``parts`` as one, in order."""
     spans, prints, marks = zip(*parts, strict=True)
     return Entries(np.concatenate(spans), np.concatenate(prints), np.concatenate(marks))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The pages that a plan needs to continue.
+
+    Attributes:
+        placement: the placement that the plan will use.
+        streams: the owners that will get a new stream.
+        partitions: for each partition, whether the plan needs its pages: bool ``[PARTITIONS]``.
+    """
+
+    placement: Placement
+    streams: frozenset[str]
+    partitions: npt.NDArray[np.bool_]
+
+    def select(self, spans: Fingerprints) -> npt.NDArray[np.bool_]:
+        """Return which of these spans are in a wanted partition."""
+        return self.partitions[partitions(spans)]
 
 
 @dataclass(slots=True)
@@ -119,11 +142,6 @@ class AnnouncePlan:
         return list(self._owners)
 
     @property
-    def wants_pages(self) -> bool:
-        """True if ``add_all`` is needed, because the members changed or an owner needs a new stream."""
-        return self._members != self._placement.nodes or any(each.stream is None for each in self._owners.values())
-
-    @property
     def queued(self) -> int:
         """How many entries are not announced yet."""
         return sum(each.queued + (len(each.sent.marks) if each.sent else 0) for each in self._owners.values())
@@ -137,23 +155,55 @@ class AnnouncePlan:
         for owner in self._owners.values():
             owner.drop()
 
-    def add_all(self, pages: Entries) -> None:
-        """Add all pages of the node, as of the last ``apply``."""
-        old, self._placement = self._placement, Placement(self._members)
-        owned_before = old.owned(pages.spans)
-        owned = self._placement.owned(pages.spans)
-        self._owners = {name: self._owners.get(name) or _Owner() for name in owned}
-        for name, mine in owned.items():
+    def wanted(self) -> Wanted | None:
+        """Return which pages ``add_pages`` needs, because the members changed or an owner needs a new stream. None if
+        neither is the case."""
+        now = self._placement
+        placement = now if self._members == now.nodes else Placement(self._members, now)
+        current = {name for name, owner in self._owners.items() if owner.stream is not None}
+        streams = frozenset(placement.nodes) - current
+        if placement is now and not streams:
+            return None
+        which = placement.partitions_of(streams)
+        if placement is not now and not which.all():
+            which |= placement.partitions_moved(now)
+        return Wanted(placement, streams, which)
+
+    def add_pages(self, wanted: Wanted, pages: Entries) -> None:
+        """Continue with the placement of ``wanted``.
+
+        Args:
+            wanted: the result of the last ``wanted``.
+            pages: the node's pages as of the last ``apply``: at least those that ``wanted`` selects.
+        """
+        before, self._placement = self._placement, wanted.placement
+        self._owners = {name: self._owners.get(name) or _Owner() for name in wanted.placement.nodes}
+        for name in wanted.streams:
             owner = self._owners[name]
-            if owner.stream is None:
-                owner.stream, owner.next, owner.whole, owner.placement = self._draw(), 0, False, 0
-                owner.first = int(mine.sum())
+            owner.drop()
+            owner.stream, owner.next, owner.whole = self._draw(), 0, False
+        for start in range(0, len(pages.marks), ADD_PAGES):
+            part = part_of(pages, slice(start, start + ADD_PAGES))
+            self._add_part(wanted, before, part_of(part, wanted.select(part.spans)))
+        for owner in self._owners.values():
+            owner.target, owner.due = wanted.placement.number, owner.queued
+
+    def _add_part(self, wanted: Wanted, before: Placement, pages: Entries) -> None:
+        had = dict(before.shares(pages.spans))
+        has = dict(wanted.placement.shares(pages.spans))
+        none = np.zeros(0, np.int64)
+        for name in had.keys() | has.keys():
+            owner, mine = self._owners.get(name), has.get(name, none)
+            if owner is None:
+                continue
+            if name in wanted.streams:
+                owner.first += len(mine)
                 owner.add(pages.fingerprints[mine], pages.marks[mine])
             else:
-                gained, lost = mine & ~owned_before[name], owned_before[name] & ~mine
+                his = had.get(name, none)
+                gained, lost = np.setdiff1d(mine, his, True), np.setdiff1d(his, mine, True)
                 owner.add(pages.fingerprints[gained], pages.marks[gained])
                 owner.add(pages.fingerprints[lost], pages.marks[lost] | np.uint8(GONE))
-            owner.target, owner.due = self._placement.number, owner.queued
 
     def apply(self, pages: Entries) -> None:
         """Apply these changes, stored and removed pages, in their order."""

@@ -149,7 +149,7 @@ class Finder:
         if view is not last_view:
             if placement.nodes != tuple(sorted(view.peers)):
                 older = dict([*older.items(), (placement.number, placement)][-OLDER_MAX:])
-                placement = Placement(view.peers)
+                placement = Placement(view.peers, placement)
             self._placements = view, placement, older
         return placement, older
 

@@ -79,6 +79,17 @@ def test_what_happens_between_two_looks_is_in_it(seed: int, monkeypatch: pytest.
         assert told(seen) == told(quiet) and told(quiet)
 
 
+def test_a_dump_of_some_spans_has_their_pages_and_no_other() -> None:
+    with closing(kvstore.open(dram="16MiB")) as store:
+        node: Any = node_of(store)._resources.embedded
+        for number in range(12):
+            put(store, number, 60)
+        everything = page_feed.dump(node.node, SECRET)
+        some = page_feed.dump(node.node, SECRET, lambda spans: spans % np.uint64(3) == 0)
+        assert told(some) == {each for each in told(everything) if each[0] % 3 == 0}
+        assert 0 < len(told(some)) < len(told(everything))
+
+
 def test_a_log_that_has_forgotten_is_no_dump(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(kvstore.open(dram="8MiB")) as store:
         node: Any = node_of(store)._resources.embedded

@@ -13,6 +13,7 @@ from kvstore.cluster import directory
 from kvstore.cluster.directory import AGAIN, GONE, AnnounceBatch, Directory, Placement
 from kvstore.model.prefix import fingerprint, fingerprints, span_start, spans_of, starts_span
 from kvstore.model.replica import POSITION_MAX, TIERS, Tier
+from tests.helpers.placements import owned
 
 Entry = tuple[int, str, Tier]
 
@@ -47,7 +48,7 @@ def test_two_owners_who_share_evenly_and_move_little() -> None:
     share = np.bincount(owners.ravel(), minlength=8) / owners.size
     assert share.min() > 0.11 and share.max() < 0.14
     assert (Placement(reversed(nodes)).owners(spans) == owners).all(), "whoever asks gets the same answer"
-    before, after = seven.owned(spans), eight.owned(spans)
+    before, after = owned(seven, spans), owned(eight, spans)
     assert all((after[name] <= before[name]).all() for name in seven.nodes), "only the new node gains spans"
     assert abs(after["n7"].mean() - 0.25) < 0.02
     assert Placement(["a"]).owners(spans[:3]).tolist() == [[0], [0], [0]]
@@ -170,3 +171,51 @@ def test_an_answer_names_no_more_where_changes_are_not_in_the_table_yet() -> Non
     for most in (1, directory.PER_PAGE_MAX):
         found = at.find(np.full(1 << 16, pages[0], np.uint64), most)
         assert np.bincount(found.pages).tolist() == [most] * (1 << 16), "each page that is asked for, also once more"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_placement_made_from_an_earlier_one_has_the_same_owners(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes join and leave, one or many at a time; what was not computed before is computed when it is needed."""
+    monkeypatch.setattr(directory, "PARTITIONS", 4096)
+    draw, place = random.Random(seed), np.arange(directory.PARTITIONS, dtype=np.uint64)
+    nodes = {f"n{number}" for number in range(draw.choice((1, 2, 3, 9, 40)))}
+    placement = Placement(nodes)
+    for step in range(6):
+        for _ in range(draw.choice((1, 1, 5))):
+            if draw.random() < 0.5 or len(nodes) < 2:
+                nodes.add(f"n{draw.randrange(100)}")
+            else:
+                nodes.discard(draw.choice(sorted(nodes)))
+        some = place if step % 2 else place[: draw.randrange(len(place))]
+        placement.owners(some)
+        before, placement = placement, Placement(nodes, placement)
+        fresh = Placement(nodes)
+        assert placement.number == fresh.number
+        assert (placement.owners(some) == fresh.owners(some)).all()
+        assert placement.owners_of(some[:50].tolist()) == [tuple(row) for row in fresh.owners(some[:50]).tolist()]
+        old, new = owned(before, place), owned(fresh, place)
+        none = np.zeros(len(place), bool)
+        moved = [old.get(name, none) ^ new.get(name, none) for name in {*old, *new}]
+        assert (placement.partitions_moved(before) == np.any(moved, axis=0)).all()
+        names = draw.sample(sorted(nodes), draw.randrange(len(nodes) + 1))
+        wanted = np.any([none, *(new[name] for name in names)], axis=0)
+        assert (placement.partitions_of(names) == wanted).all()
+
+
+def test_a_change_of_members_costs_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A join looks at one weight per partition; a departure computes only the partitions of the node that left."""
+    computed: list[int] = []
+    heaviest = Placement._heaviest
+    monkeypatch.setattr(
+        Placement, "_heaviest", lambda self, which: (computed.append(len(which)), heaviest(self, which))[1]
+    )
+    place, nodes = np.arange(directory.PARTITIONS, dtype=np.uint64), [f"n{number}" for number in range(100)]
+    all_nodes = Placement(nodes)
+    all_nodes.owners(place)
+    assert sum(computed) == len(place)
+    computed.clear()
+    fewer = Placement(nodes[:-1], all_nodes)
+    share = int(fewer.partitions_moved(all_nodes).sum())
+    assert sum(computed) == share == int(all_nodes.partitions_of([nodes[-1]]).sum()) < len(place) / 40
+    computed.clear()
+    assert int(Placement(nodes, fewer).partitions_moved(fewer).sum()) == share and not computed

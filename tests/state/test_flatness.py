@@ -41,7 +41,9 @@ class CountedPool:
         nothing = np.zeros(0, np.uint64)
         for its in self.nodes.values():
             its.members(self.placement.nodes)
-            its.add_all(Entries(nothing, nothing, np.zeros(0, np.uint8)))
+            wanted = its.wanted()
+            assert wanted is not None
+            its.add_pages(wanted, Entries(nothing, nothing, np.zeros(0, np.uint8)))
             self._tell(its)
         self.counts.clear()
 

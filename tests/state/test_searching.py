@@ -12,6 +12,7 @@ from kvstore.cluster.directory import AnnounceBatch, Directory, Doubt, Locations
 from kvstore.cluster.lookup_plan import ASKED_MAX, Question, Search, Stretch, fewest, owned_spans, spread, stretches
 from kvstore.model.prefix import fingerprint, fingerprints, span_start, spans_between, spans_of
 from kvstore.model.replica import POSITION_MAX, TIERS, Tier
+from tests.helpers.placements import owned
 
 
 @dataclass
@@ -38,10 +39,10 @@ class Pool:
         those = sorted(pages)
         names = fingerprints(b"".join(self.keys[page] for page in those))
         spans = np.array(spans_of(self.keys, 0, 0), np.uint64)[those]
-        for owner, mine in self.placement.owned(spans).items():
+        for owner, mine in owned(self.placement, spans).items():
             if owner in (deaf or {}):
                 old = (deaf or {})[owner]
-                before = old.owned(spans).get(owner) if old else None
+                before = owned(old, spans).get(owner) if old else None
                 mine &= before if before is not None else False
                 self.unsure.setdefault(owner, []).append(Doubt(name, old.number if old else 0))
             told = AnnounceBatch(name, 1 + len(self.has), 0, names[mine], np.full(int(mine.sum()), 1, np.uint8), True)
@@ -226,10 +227,10 @@ def test_the_fewest_nodes_cover_what_is_found() -> None:
 
 
 def test_each_span_has_one_of_its_owners_asked_and_few_are() -> None:
-    owned = {0: 0b1101, 1: 0b0011, 2: 0b0110, 3: 0}
-    chosen = fewest(owned, 0b11111)
+    spans_of_owner = {0: 0b1101, 1: 0b0011, 2: 0b0110, 3: 0}
+    chosen = fewest(spans_of_owner, 0b11111)
     assert len(chosen) == 2 and sum(chosen.values()) == 0b1111
-    assert all(spans & owned[place] == spans for place, spans in chosen.items())
+    assert all(spans & spans_of_owner[place] == spans for place, spans in chosen.items())
     assert fewest({}, 0b11) == {}
 
 
@@ -237,10 +238,10 @@ def test_each_span_has_one_of_its_owners_asked_and_few_are() -> None:
 def test_no_long_run_of_spans_is_unknown(seed: int) -> None:
     draw = random.Random(seed)
     names = np.array([draw.randrange(1 << 64) for _ in range(30)], np.uint64)
-    owned = owned_spans(Placement(f"n{number}" for number in range(draw.choice((2, 4, 64)))), names)
+    spans_of_owner = owned_spans(Placement(f"n{number}" for number in range(draw.choice((2, 4, 64)))), names)
     spans, told = (1 << 30) - (1 << draw.randrange(30)), draw.randrange(1 << 30)
-    chosen = spread(owned, spans, told, 4)
-    assert all(theirs & ~(owned[place] & spans & ~told) == 0 for place, theirs in chosen.items())
+    chosen = spread(spans_of_owner, spans, told, 4)
+    assert all(theirs & ~(spans_of_owner[place] & spans & ~told) == 0 for place, theirs in chosen.items())
     unknown = spans & ~told & ~sum(chosen.values())
     assert not unknown >> 29 & 1 and "11111" not in f"{unknown:b}"
     assert sum(chosen.values()).bit_count() == sum(theirs.bit_count() for theirs in chosen.values()), "nothing twice"

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstore.cluster.announce_plan import Entries
 from kvstore.cluster.directory import Placement, page_entries
@@ -78,9 +79,9 @@ class DirectoryAudit:
             if contents is None:
                 return {"owners": {}, "reason": "the node's pages change faster than they can be listed"}
             pages = contents[1]
-            for name, owned in placement.owned(pages.spans).items():
-                if look and name not in differences:
-                    continue
+            shares = dict(placement.shares(pages.spans))
+            for name in placement.nodes if not look else tuple(differences):
+                owned = shares.get(name, NOTHING.astype(np.int64))
                 reports[name], differences[name] = self._compare(view.peers[name], pages, owned, differences.get(name))
                 if not reports[name].missing + reports[name].stale:
                     del differences[name]
@@ -89,7 +90,11 @@ class DirectoryAudit:
         return {"owners": {name: asdict(report) for name, report in reports.items()}, "reason": ""}
 
     def _compare(
-        self, owner: PoolNode, pages: Entries, owned: Any, before: tuple[Fingerprints, Fingerprints] | None
+        self,
+        owner: PoolNode,
+        pages: Entries,
+        owned: npt.NDArray[np.int64],
+        before: tuple[Fingerprints, Fingerprints] | None,
     ) -> tuple[OwnerReport, tuple[Fingerprints, Fingerprints]]:
         """Return the report on one owner, and its missing and stale entries. ``before`` restricts both to entries that
         differed in the last look as well."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 TICK_S: Final = 0.2  # between two turns of an announcer
 TTL_S: Final = 1.5  # of a session in the catalog
-LOG_EVENTS: Final = 4  # that a node keeps for its announcer
+LOG_EVENTS: Final = 3  # that a node keeps for its announcer
 DIRECTORY_BYTES: Final = 1 << 16
 WHOSE: Final = Namespace(bytes(16), "", "")
 
@@ -51,6 +51,7 @@ class SimNode:
         self.lengths: dict[tuple[int, Tier], int] = {}  # leading pages of each chain
         self.has: dict[tuple[bytes, Tier], int] = {}  # page -> its span
         self.view: dict[str, int] = {}
+        self.placement = Placement([])
         self.older: dict[int, Placement] = {}
         self.stalled = False
         self.start_daemon(keep=False)
@@ -79,8 +80,8 @@ class SimNode:
     def see(self, view: dict[str, int]) -> None:
         """What the catalog has."""
         if view.keys() != self.view.keys():
-            before = Placement(self.view)
-            self.older[before.number] = before
+            self.older[self.placement.number] = self.placement
+            self.placement = Placement(view, self.placement)
         self.view = view
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -130,8 +131,9 @@ class SimNode:
             if seq > self.after:
                 its.apply(changed)
         self.after = self.seq
-        if its.wants_pages:
-            its.add_all(entries([(page, 0) for page in self.has], self.has))
+        wanted = its.wanted()
+        if wanted is not None:
+            its.add_pages(wanted, entries([(page, 0) for page in self.has], self.has))
             self.world.counts["dumps"] += 1
 
     def tell(self, daemon: int) -> Task:
@@ -191,7 +193,7 @@ class SimNode:
 
     def search(self, keys: list[bytes], first: int, without: set[str]) -> Generator[Any, Any, list[Stretch]]:
         """As ``cluster.find_pages`` does."""
-        placement, silent = Placement(self.view), set[str]()
+        placement, silent = self.placement, set[str]()
         nodes = set(self.view) - without - {self.name}
         turn = self.world.draw.randrange(9)
         search = Search(placement, keys, first, nodes, True, turn, self.older)

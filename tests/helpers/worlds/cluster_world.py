@@ -24,6 +24,7 @@ from kvstore.cluster import announce_plan, directory
 from kvstore.cluster.directory import Placement
 from kvstore.model.prefix import spans_of
 from kvstore.model.replica import TIERS, Tier
+from tests.helpers.placements import owned
 from tests.helpers.worlds.cluster_node import TTL_S, Call, SimNode, Task
 
 ANSWER_S: Final = 0.5  # for an answer
@@ -32,6 +33,7 @@ FOUND_S: Final = 20.0
 OLD_S: Final = 2.0  # an owner that has heard nothing of a node for so long says so
 SETTLE_S: Final = 4.0  # after the last fault all is found again
 CHAINS, CHAIN_PAGES = 7, 70
+PARTITIONS: Final = 1 << 10  # for a few nodes
 
 
 def chains_of(draw: random.Random) -> list[list[bytes]]:
@@ -295,7 +297,7 @@ class ClusterWorld:
             known = dict[str, int]()
             for other, its in self.nodes.items():
                 spans = np.array(list(its.has.values()), np.uint64)
-                known[other] = int(placement.owned(spans)[name].sum()) if len(spans) else 0
+                known[other] = int(owned(placement, spans)[name].sum()) if len(spans) else 0
             assert set(node.owner.directory.nodes) <= set(self.nodes), f"{name} knows of nodes that are gone"
             less = sum(known.values()) - len(node.owner.directory)
             assert 0 <= less <= alike * len(TIERS) * len(self.nodes), f"{name} knows other pages than there are"
@@ -309,8 +311,8 @@ class ClusterWorld:
         for node in self.nodes.values():
             spans = np.array(list(node.has.values()), np.uint64)
             if len(spans):
-                had, owned = old.owned(spans), new.owned(spans)
-                moved += int(owned[name].sum()) + sum(int((had[each] & ~owned[each]).sum()) for each in members)
+                had, has = owned(old, spans), owned(new, spans)
+                moved += int(has[name].sum()) + sum(int((had[each] & ~has[each]).sum()) for each in members)
         assert self.counts["entries"] - before == moved, "more was told again than what changed hands"
         self.check_found()
 
@@ -387,7 +389,7 @@ class ClusterWorld:
 def play_found(seed: int) -> ClusterWorld:
     """A seed's history of ``ClusterWorld.play_found``."""
     world = ClusterWorld(seed)
-    with patch.multiple(announce_plan, BATCH_PAGES=64):
+    with patch.multiple(announce_plan, BATCH_PAGES=64), patch.multiple(directory, PARTITIONS=PARTITIONS):
         world.play_found()
     return world
 
@@ -398,7 +400,7 @@ def play(seed: int) -> ClusterWorld:
     try:
         with (
             patch.multiple(announce_plan, BATCH_PAGES=64, QUEUED_MAX=500),
-            patch.multiple(directory, CHANGES_MIN=50, MERGED_MAX=seed % 2 * 500),
+            patch.multiple(directory, CHANGES_MIN=50, MERGED_MAX=seed % 2 * 500, PARTITIONS=PARTITIONS),
         ):
             world.play()
     except AssertionError as error:
