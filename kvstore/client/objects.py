@@ -15,6 +15,7 @@ from kvstore.client.device_link import link_of, pin
 from kvstore.client.value_buffers import Part, Scattered
 from kvstore.errors import InvalidRequest
 from kvstore.model.objects import encode_names, object_root
+from kvstore.model.prefix import Keys
 
 
 class Registration:
@@ -218,6 +219,14 @@ class ObjectVerbs(ABC):
         """Return the sorted keys of all objects of a salt. The call examines every object of the node.
 
         Not available over gRPC, because the list has no limit.
+        """
+
+    @abstractmethod
+    def object_pages(self, key: str, salt: str = "") -> Keys | None:
+        """Return the keys of the pages on this node that hold the value under ``key``, for ``pin``, ``unpin`` and
+        ``explain``; None if there is no such value. A value that is put with ``replace`` has other pages.
+
+        Not available over gRPC.
         """
 
     def register(self, buffer: Any) -> Registration:

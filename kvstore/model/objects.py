@@ -170,6 +170,13 @@ class About(NamedTuple):
         tokens = np.frombuffer(b"".join(words), np.uint32)
         return Keys(width, root, root, hashes, tokens, [PIECE_TAG + self.nonce] * self.pieces, tag=None)
 
+    def page_keys(self, root: bytes, width: int) -> Keys:
+        """Return the keys of all pages as one chain: the pieces, and then the head."""
+        pieces, head = self.piece_keys(root, width), self.head_keys(root, width)
+        tokens = np.concatenate([pieces.tokens, head.tokens])
+        extras = [*(pieces.extras or ()), *(head.extras or ())]
+        return Keys(width, root, root, pieces.hashes + head.hashes, tokens, extras, tag=None)
+
     def head_keys(self, root: bytes, width: int) -> Keys:
         """Return the head's key as a chain of its own, so that the head can be read like any page."""
         tokens = np.frombuffer(self.words(0, width), np.uint32)

@@ -103,9 +103,11 @@ class NodeState:
         self.started = StartedPages(self.writing, self.sessions)
         rules = {tier: parts.rules for tier, parts in tiers.items()}
         self.tiering = Tiering(self.spaces, rules, self.writing, self.tenants, self.counters)
-        self.objects = Objects(self.spaces, self.sessions, self.tiering.copies, self.counters, self._seal_granted)
-        self.batches = ObjectBatches(self.objects, self.writing, self.sessions)
         self.pins = self.tiering.pins = Pins(self.spaces, self.tenants, pins_share_max)
+        self.objects = Objects(
+            *(self.spaces, self.sessions, self.tiering.copies, self.counters, self._seal_granted, self.pins.release)
+        )
+        self.batches = ObjectBatches(self.objects, self.writing, self.sessions)
         self.mounts = Mounts(self.segment.numbers, self.tenants, self.sessions)
         self._handlers = self._table()
 

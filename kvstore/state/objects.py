@@ -44,6 +44,7 @@ class Objects:
     Args:
         spaces: the node's tiers; clients write into the first one.
         seal_chain: seals pages of one chain.
+        unpin: ends the pins of pages with these keys. Called before pages are dropped.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Objects:
         copies: CopyBatches,
         counters: Counter[str],
         seal_chain: Seal,
+        unpin: Callable[[list[bytes]], None],
     ) -> None:
         self._spaces = tuple(spaces.values())
         self._sessions = sessions
         self._copies = copies
         self._counters = counters
         self._seal_chain = seal_chain
+        self._unpin = unpin
         self._scanning = len(self._spaces) > 1
         # Last pieces of objects whose heads are not stored yet -> the sessions that put them.
         self._loose: OrderedDict[bytes, int] = OrderedDict()
@@ -130,7 +133,7 @@ class Objects:
     def delete(self, event: ev.Delete) -> list[do.Instruction]:
         """Handle ``events.Delete``: drop the chain that ends with each of these pages from all tiers.
 
-        Pages with other children stay.
+        Pages with other children stay. A pin of the chain ends.
         """
         out: list[do.Instruction] = []
         statuses = []
@@ -144,7 +147,7 @@ class Objects:
                 key = space.pages.records.key(address.extent, address.frame)
                 if self._is_scanning() or self._is_moving(key):
                     status = Status.BUSY
-                elif extent.children[address.frame]:
+                elif extent.children[address.frame] and not self._unpinned(space, address, key):
                     status = Status.STALE
                 else:
                     self.drop(key, out)
@@ -200,10 +203,17 @@ class Objects:
         keys = {one for space in self._spaces for one in self._chain(space, key)}
         return self._copies.touches(keys | {key})
 
+    def _unpinned(self, space: Space, address: Address, key: bytes) -> bool:
+        """End the pins of a page. Return whether it has no children then."""
+        self._unpin([key])
+        return not space.segment.extents[address.extent].children[address.frame]
+
     def drop(self, key: bytes, out: list[do.Instruction]) -> None:
-        """Drop an object from all tiers, the lowest first, so that after a kill no reboot finds a remaining page."""
+        """Drop an object from all tiers, the lowest first, so that after a kill no reboot finds a remaining page. Pins
+        of its pages end."""
         spaces = self._spaces[::-1]
         keys = max((self._chain(space, key) for space in spaces), key=len)
+        self._unpin(keys)
         for space in spaces:
             dropped: list[bytes] = []
             addresses: list[Address] = []

@@ -230,6 +230,13 @@ class Pins:
                         self._forget(number)
                         self.book.append(do.ErasePins([number]))
 
+    def release(self, keys: Collection[bytes]) -> None:
+        """End the pins that keep any of these pages, because their owner deletes or replaces them."""
+        if not self.pins or not any(key in pins_of for pins_of in self._pins_of.values() for key in keys):
+            return
+        wanted = set(keys)
+        self._end([number for number, pin in self.pins.items() if not wanted.isdisjoint(pin.keys[: pin.pages])])
+
     def held_pages(self, space: Space) -> list[Address]:
         """Return the pages that pins hold, one entry per pin."""
         ends = [pin.keys[pin.lengths[space.tier] - 1] for pin in self.pins.values() if space.tier in pin.lengths]

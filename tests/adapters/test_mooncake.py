@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,24 @@ def test_device_memory_is_registered_and_copied_by_pointers(machine: Machine) ->
         assert device.pinned_bytes > host.nbytes, "the host's buffer, and the frames"
         assert store.unregister_buffer(start) == 0 and store.put_from("o", start, 10) == INVALID_PARAMS
         assert store.close() == 0
+
+
+def test_values_are_pinned_as_far_as_the_limits_allow(machine: Machine) -> None:
+    machine.serve("n", dram="32MiB")
+    store, own = of_node(), machine.connect("n")
+    soft, hard = ReplicateConfig(with_soft_pin=True), ReplicateConfig(with_hard_pin=True)
+    data = filled(1 << 20)
+    assert store.register_buffer(*place(data)) == 0 and store.put("soft", b"1", soft) == 0
+    start = data.ctypes.data
+    assert store.batch_put_from(["hard", "bad"], [start, 5], [1 << 19, 5], hard) == [0, INVALID_PARAMS]
+    assert store.put("hard", b"2", hard) == 0, "a value that is there is pinned again"
+    pins = sorted(pin["until"] - time.time() for pin in own.pins()["pins"])
+    assert [round(seconds / 60) for seconds in pins] == [30, 30 * 24 * 60]
+    large = [f"k{number}" for number in range(20)]
+    assert store.batch_put_from_multi_buffers(large, [[start]] * 20, [[1 << 20]] * 20, hard) == [0] * 20
+    assert 2 < len(own.pins()["pins"]) < 20, "more pins are refused, but the values are stored"
+    assert store.batch_is_exist(large) == [1] * 20
+    assert store.remove("hard") == 0 and store.remove_all() == 21 and own.pins()["pins"] == []
 
 
 def test_only_memory_of_this_process_is_registered(machine: Machine) -> None:

@@ -146,6 +146,26 @@ def test_pins_outlive_a_kill_and_a_flood(machine: Machine) -> None:
 # --- NVMe -----------------------------------------------------------------------------------------------------------
 
 
+def test_pins_of_objects_outlive_a_kill_and_a_flood_and_end_with_their_objects(machine: Machine) -> None:
+    daemon = machine.serve("n", dram="32MiB")
+    store = machine.connect("n")
+    values = {"small": b"1", "large": bytes(3 << 20), "replaced": bytes(300_000), "deleted": bytes(5000)}
+    assert all(store.put_many(list(values), list(values.values()), wait=False))
+    for key, pages in zip(values, (1, 3, 5, 2), strict=True):
+        keys = store.object_pages(key)
+        assert keys is not None and store.pin(keys, 600.0)["pages"] == len(keys) == pages, key
+    assert store.object_pages("none") is None
+    daemon.kill()
+    machine.serve("n", dram="32MiB")
+    for number in range(100):
+        assert store.put(f"flood{number}", bytes(700_000))
+    assert store.contains([*values, "flood0"]) == [True] * 4 + [False]
+    assert store.delete("deleted") == 1 and store.put("replaced", b"new", replace=True)
+    assert len(store.pins()["pins"]) == 2, "the owner of a value may delete and replace it"
+    assert store.clear("") > 3 and store.pins()["pins"] == []
+    check_laws(store)
+
+
 def test_nvme_quota_takes_from_its_tenant_alone_and_survives_restarts_and_reboots(machine: Machine) -> None:
     flags = configure(machine, quotas=[f"noisy nvme={QUOTA}"], checkpoint_s=1e6)
     daemon, store = machine.serve(NODE, **flags), machine.connect(NODE)

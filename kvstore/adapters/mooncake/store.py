@@ -37,13 +37,23 @@ TENANT_QUOTA_EXCEEDED: Final = -1700
 _PREFIX_REGEX: Final = re.compile(r"\^((?:[^\\^$.|?*+()\[\]{}]|\\[^0-9A-Za-z])*)(?:\.\*\$?)?")
 _ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
 
+SOFT_PIN_S: Final = 30 * 60.0  # as long as Mooncake's default
+HARD_PIN_S: Final = 30 * 86400.0  # the longest pin; Mooncake has no end
+
 DEFAULT_TENANT = "default"
 SCHEMES = ("kv://", "kv+unix://")
 
 
 @dataclass
 class ReplicateConfig:
-    """A host's preferences for its values. The adapter ignores them: the node decides where values are stored."""
+    """A host's preferences for the values of one call.
+
+    Attributes:
+        with_soft_pin, with_hard_pin: pin the values on their node for ``SOFT_PIN_S`` or ``HARD_PIN_S``, as far as the
+            node's limits of pins allow.
+
+    The adapter ignores all others: the node decides where values are stored.
+    """
 
     replica_num: int = 1
     with_soft_pin: bool = False
@@ -159,7 +169,7 @@ class MooncakeDistributedStore:
 
     def put(self, key: str, value: Any, config: ReplicateConfig | None = None) -> int:
         """Store bytes and return 0, or a negative code. An existing value is not replaced."""
-        return self._put([key], [value])[0]
+        return self._put([key], [value], config)[0]
 
     def get(self, key: str) -> bytes:
         """Return the value; empty if there is none."""
@@ -176,7 +186,7 @@ class MooncakeDistributedStore:
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None = None) -> int:
         """Store a value from a buffer and return 0, or a negative code."""
-        return self.batch_put_from([key], [buffer_ptr], [size])[0]
+        return self.batch_put_from([key], [buffer_ptr], [size], config)[0]
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         """Read a value into a buffer and return its size in bytes, or a negative code."""
@@ -238,7 +248,7 @@ class MooncakeDistributedStore:
         """Store each value from a buffer. Return, for each value, 0 or a negative code."""
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [INVALID_PARAMS] * len(keys)
-        return self._put(keys, list(map(self._view, buffer_ptrs, sizes)))
+        return self._put(keys, list(map(self._view, buffer_ptrs, sizes)), config)
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Read each value into a buffer. Return, for each value, its size in bytes or a negative code."""
@@ -256,7 +266,7 @@ class MooncakeDistributedStore:
         """Store each value from several buffers, one after the other. Return, for each value, 0 or a negative code."""
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [INVALID_PARAMS] * len(keys)
-        return self._put(keys, list(map(self._views, all_buffer_ptrs, all_sizes)))
+        return self._put(keys, list(map(self._views, all_buffer_ptrs, all_sizes)), config)
 
     def batch_get_into_multi_buffers(
         self,
@@ -302,7 +312,7 @@ class MooncakeDistributedStore:
         views = list(map(self._view, pointers, sizes)) if len(pointers) == len(sizes) else [None]
         return None if any(view is None for view in views) else views
 
-    def _put(self, keys: Sequence[str], values: Sequence[Any]) -> list[int]:
+    def _put(self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig | None) -> list[int]:
         """Store values and return a code for each. A value of None has an invalid pointer."""
         values_by_key = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
 
@@ -325,7 +335,22 @@ class MooncakeDistributedStore:
         elif code != OK:  # part of the batch may be stored
             answers = self.batch_is_exist(list(values_by_key))
             codes = {key: OK if answer == 1 else code for key, answer in zip(values_by_key, answers, strict=True)}
+        if config is not None and (config.with_soft_pin or config.with_hard_pin):
+            stored = [key for key, code in codes.items() if code == OK]
+            self._pin(stored, HARD_PIN_S if config.with_hard_pin else SOFT_PIN_S)
         return [codes[key] if value is not None else INVALID_PARAMS for key, value in zip(keys, values, strict=True)]
+
+    def _pin(self, keys: Sequence[str], ttl_s: float) -> None:
+        """Pin stored values. If the node refuses a pin, which is logged, the other values are not pinned either."""
+
+        def pin(store: Store) -> int:
+            for key in keys:
+                pages = store.object_pages(key, self._salt)
+                if pages is not None:  # else another node has the value, or it was evicted
+                    store.pin(pages, ttl_s)
+            return OK
+
+        self._call("pin", pin)
 
     def _get(self, keys: Sequence[str], outs: Sequence[Any]) -> list[int]:
         """Read values and return, for each, its size or a code. A target of None has an invalid pointer."""

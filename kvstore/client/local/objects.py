@@ -39,6 +39,7 @@ from kvstore.model.objects import (
     pieces_of,
     read_row,
 )
+from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, FrameClass, Status
 from kvstore.wire.control import BATCH_MAX, Op, statuses_bytes
 from kvstore.wire.object_messages import VALUE_BYTES_MAX, ObjectFacts
@@ -221,6 +222,11 @@ class LocalObjects(ObjectVerbs):
         """Return the keys of all objects of a tenant, sorted."""
         names = {name for part in self._names(root_of_salt(salt), b"") for name in part}
         return [name.decode(errors="replace") for name in sorted(names)]
+
+    def object_pages(self, key: str, salt: str = "") -> Keys | None:
+        """Return the keys of the pages of an object of this node; None if there is none."""
+        head = self.find_head(salt, encode_name(key))
+        return head.about.page_keys(root_of_salt(salt), head.frame_class.page_tokens) if head is not None else None
 
     def _check_open(self) -> None:
         self._node.check_open()

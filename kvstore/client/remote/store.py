@@ -124,6 +124,10 @@ class RemoteObjects(ObjectVerbs):
         """Raise InvalidRequest: the list of all keys has no limit, so it is not available over gRPC."""
         raise InvalidRequest("object_keys", "is for programs on the node's own machine")
 
+    def object_pages(self, key: str, salt: str = "") -> NoReturn:
+        """Raise InvalidRequest: operators' verbs over gRPC take only pages of prompts."""
+        raise InvalidRequest("object_pages", "is for programs on the node's own machine")
+
     def _check_open(self) -> None:
         self._node.check_open()
 
