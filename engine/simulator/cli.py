@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,6 +23,7 @@ from engine.simulator.pictures import plot_plan, plot_timeline
 from engine.simulator.plan import ClusterPlan, Design, Slo, at_rate, make_plan
 from engine.simulator.serve import ServeReport, ServeSimulation, report
 from engine.simulator.trace import TraceRequest, read_trace, statistics, write_trace
+from engine.simulator.what_if import what_if
 from kvstore.cli.output import (
     bytes_text,
     duration_text,
@@ -288,6 +290,7 @@ def serve_table(reports: Sequence[ServeReport]) -> tuple[list[str], list[list[st
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of a generated trace.")
 @click.option("--cluster", default="", metavar="SPEC", help="More about the cluster; see docs/scheduling.md.")
 @click.option("--budget", type=float, default=0.0, help="For DRAM and NVMe of one host, to search their sizes.")
+@click.option("--what-if", "query", metavar="QUERY", help="Answer by formulas, as a page of kvstore web does.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Also draw the designs.")
 @json_option
 def plan(
@@ -302,14 +305,19 @@ def plan(
     seed: int,
     cluster: str,
     budget: float,
+    query: str | None,
     picture: Path | None,
     as_json: bool,
 ) -> None:
     """Compare designs of a cluster on equal GPUs, and recommend one.
 
     Prompts are computed by the engines that answer them, at once or in chunks, or by engines of their own, with and
-    without a pool. Without --trace, conversations are generated.
+    without a pool. Without --trace, conversations are generated. With --what-if, nothing is simulated, and the query
+    says everything: kvstore web shows it.
     """
+    if query is not None:
+        _print_what_if(what_if(query), as_json)
+        return
     if picture is not None:
         require_plotting()
     of_engine = with_values(read_spec(cluster), {"model": model, "gpu": gpu}).gpus_of_engine
@@ -334,6 +342,25 @@ def plan(
     )
     click.echo(f"{gpus} {gpu}, {of_engine} per engine, {fabric}; {made.kv_bytes_per_token:,} bytes of KV per token")
     _print_plan(made)
+
+
+def _print_what_if(document: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(document)
+        return
+    rows = [
+        [
+            each["name"],
+            f"{each['prefill']}:{document['engines'] - each['prefill']}" if each["prefill"] else "-",
+            f"{each['goodput']:.2f}",
+            *("-" if each[name] is None else duration_text(each[name]) for name in ("ttft_mean", "ttft_p90", "tpot")),
+            f"{each['hit_ratio']:.0%}",
+            each["limit"] or "-",
+        ]
+        for each in document["designs"]
+    ]
+    print_table(["design", "ratio", "goodput/s", "ttft", "p90", "tpot", "reused", "used up first"], rows)
+    click.echo(f"Recommended: {document['recommended']}. {document['because']}")
 
 
 def _print_plan(made: ClusterPlan) -> None:

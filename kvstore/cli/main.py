@@ -78,6 +78,7 @@ SHORT_HELP: Mapping[str, str] = {
     "top": "Watch a node live: use, hits, operations, tenants, queues.",
     "unpin": "End a pin.",
     "verify": "Check a node's records, index, pages and conservation laws.",
+    "web": "Serve web pages: a live view, and a comparison of designs.",
 }
 
 
