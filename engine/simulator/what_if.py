@@ -188,7 +188,7 @@ def _sentence(
     prompt_s = spec.roofline().prompt_s(values["input"], 0)
     if not goodputs[best]:
         return (
-            f"No design meets the limits: a prompt of {values['input']:,.0f} tokens takes {prompt_s:.2f} s by itself, "
+            f"No design meets the limits: a prompt of {values['input']:,.0f} tokens takes {prompt_s:.2f} s to compute, "
             f"and the limit is {values['ttft']:g} s."
         )
     made = estimate(designs[best], traffic, values["rate"])
