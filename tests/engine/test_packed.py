@@ -75,14 +75,17 @@ def test_large_layers_are_packed_once_and_their_weights_let_go_of():
 
 @pytest.mark.parametrize("name", ["small-llama", "small-mla"])
 def test_answers_of_a_packed_model_are_those_of_the_plain_one(name, two_threads):
+    torch.set_num_threads(1)  # what is not tested here: next to other tests, a team spends most of its time spinning
     model = load_model(name, seed=1)
     plain = copy.deepcopy(model.net)
     plain.generation_config.eos_token_id = None
     prompts = prompts_of((5, 70))
+    expected = [generated(plain, prompt, 4) for prompt in prompts]
+    torch.set_num_threads(2)
     arena = arena_for(model, 16, 256)
-    answers = Scheduler(Runner(model, arena), arena, prompts, 6).answers(chunk=48)
+    answers = Scheduler(Runner(model, arena), arena, prompts, 4).answers(chunk=48)
     assert any(isinstance(layer, PackedLinear) for layer in model.net.modules())
-    assert answers == [generated(plain, prompt, 6) for prompt in prompts]
+    assert answers == expected
 
 
 def test_threads_that_share_a_layer_make_the_same_numbers(two_threads):

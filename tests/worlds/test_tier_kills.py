@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from functools import cache
 
 import pytest
 
@@ -21,40 +21,35 @@ POSITIONS, NVME_POSITIONS = 2, 3
 A = 1
 
 
-class CutWorld(TieredWorld):
-    """Is killed after ``steps`` stores of the ``which``-th decision about an event of ``kind``."""
+class History(TieredWorld):
+    """A history in which everything happens once: the same one every time, until a kill.
 
-    def __init__(self, kind: str, which: int, steps: int) -> None:
-        disk = WorldDisk(NVME_EXTENT_BYTES, NVME_POSITIONS, steps)
+    Attributes:
+        stores: the kind of event of every decision, and how many stores it made, if ``node.counts``. Its end is one.
+    """
+
+    def __init__(self) -> None:
+        disk = WorldDisk(NVME_EXTENT_BYTES, NVME_POSITIONS)
         super().__init__(EXTENT_BYTES, POSITIONS, Nvme(disk, TieringRules(demote_at=0.3)))
-        self.kind, self.which, self.steps = kind, which, steps
-        self.seen = 0
-        self.cut = False
+        self.stores: list[tuple[str, int]] = []
 
     def send(self, event: ev.Event) -> do.Reply | None:
         """See ``World.send``."""
-        if type(event).__name__ != self.kind:
-            return super().send(event)
-        self.seen += 1
-        if self.seen != self.which:
-            return super().send(event)
-        instructions = self.state.handle(event)
-        self._account(event, instructions)
-        self.node.perform(instructions, self.steps)
-        self.cut = self.node.killed
-        self.restart()
-        self.check()
-        return None
-
-    # --- a history in which everything happens once -----------------------------------------------------------------
+        before = self.node.counted
+        reply = super().send(event)
+        self.stores.append((type(event).__name__, self.node.counted - before))
+        return reply
 
     def put(self, *args: object, **options: object) -> list[int]:
         """See ``World.put``, or store pages of a chain, as far as there is room."""
         if not isinstance(args[0], Chain):
             return super().put(*args, **options)  # type: ignore[arg-type]
         chain = args[0]
-        self.populate([i for i in range(POSITIONS) if i not in self.state.segment.populated])
-        self.open(A)
+        if unpopulated := [i for i in range(POSITIONS) if i not in self.state.segment.populated]:
+            self.populate(unpopulated)
+        known = self.state.sessions.get(A)
+        if A not in self.clients or known is None or not known.connected:
+            self.open(A)
         self.now_ns += 1_000_000
         stored = self.stored_pages(chain)
         short = len(chain.path) - stored - len(self.clients[A].granted.get(chain.frame_class, []))
@@ -114,37 +109,62 @@ class CutWorld(TieredWorld):
                 assert extent.count(FrameState.FREE) + extent.sealed == extent.frames
 
 
-KINDS = (
-    "Grant",
-    "Demote",
-    "Saved",
-    "Prefetch",
-    "Loaded",
-    "Carried",
-    "Evict",
-    "Damaged",
-    "Adopt",
-    "Adopted",
-    "TierFailed",
-)
-PARTS = 3
+class CutHistory(History):
+    """The history, with a kill before store ``store`` of decision ``decision``."""
+
+    def __init__(self, decision: int, store: int) -> None:
+        super().__init__()
+        self.decision, self.store = decision, store
+        self.cut = False
+
+    def send(self, event: ev.Event) -> do.Reply | None:
+        """See ``World.send``."""
+        if self.cut or len(self.stores) != self.decision:
+            return super().send(event)
+        instructions = self.state.handle(event)
+        self._account(event, instructions)
+        self.node.perform(instructions, self.store)
+        assert self.node.killed
+        self.cut = True
+        self.restart()
+        self.check()
+        return None
+
+
+KINDS = {
+    *("Grant", "Demote", "Saved", "Prefetch", "Loaded", "Carried"),
+    *("Evict", "Damaged", "Adopt", "Adopted", "TierFailed"),
+}
+PARTS = 12
+
+
+@cache
+def kills() -> list[tuple[str, int, int]]:
+    """Every store of every decision about an event of ``KINDS``: (kind, decision, store)."""
+    history = History()
+    history.node.counts = True
+    history.run()
+    history.finish()
+    history.node.close()
+    decisions = [(kind, number, stores) for number, (kind, stores) in enumerate(history.stores) if kind in KINDS]
+    return [(kind, number, store) for kind, number, stores in decisions for store in range(stores)]
+
+
+def test_every_kind_of_decision_is_killed() -> None:
+    assert {kind for kind, _, _ in kills()} == KINDS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_every_store(kind: str, part: int) -> None:
-    """Every ``PARTS``-th decision of a kind, so that several processes share them."""
-    cuts = 0
-    for which in count(1 + part, PARTS):
-        for steps in count():
-            world = CutWorld(kind, which, steps)
-            world.run()
-            world.finish()
-            world.node.close()
-            if not world.cut:
-                break
-            cuts += 1
-        if world.seen < which:
-            break
-    assert cuts > 0 or 0 < world.seen <= part
+def test_killed_at_every_store(part: int) -> None:
+    """Every ``PARTS``-th kill, so that several processes share them."""
+    for kind, decision, store in kills()[part::PARTS]:
+        history = CutHistory(decision, store)
+        try:
+            history.run()
+            history.finish()
+            assert history.cut
+        except BaseException as error:
+            error.add_note(f"killed before store {store} of decision {decision}, {kind}")
+            raise
+        history.node.close()

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
@@ -175,6 +176,7 @@ class RealNode:
         performer: the one that lives, or died last.
         copies: copies and erasures that the state decided and the mover has not begun.
         killed: whether the last ``perform``, or ``start``, was cut short.
+        counts: whether ``perform`` counts its steps where it is not to be killed; and how many it has counted.
     """
 
     performer: WatchedPerformer
@@ -187,6 +189,8 @@ class RealNode:
         self.indexes = {tier: Entries(self, tier) for tier in Tier}
         self.performing: Iterator[do.Instruction] = iter(())
         self.killed = False
+        self.counts = False
+        self.counted = 0
         self._promises = Promises(self, watch if watch is not None else Nobody())
         self._left: int | None = None  # steps until a kill
         self._name = f"world{next(_numbers)}"
@@ -296,7 +300,7 @@ class RealNode:
     def perform(self, instructions: list[do.Instruction], steps: int | None = None) -> do.Reply | None:
         """Perform one decision; with ``steps``, only that many steps of it. Then call ``start``: there is no reply."""
         try:
-            with self._dying(steps):
+            with self._dying(sys.maxsize if steps is None and self.counts else steps):
                 reply = self.performer.perform(instructions)
                 self._step()
         except Killed:
@@ -358,6 +362,7 @@ class RealNode:
             self.killed = True
             raise Killed
         self._left -= 1
+        self.counted += 1
 
     def _hit(self, name: str) -> None:
         """Called in place of ``failpoint.hit``."""
