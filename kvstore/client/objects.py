@@ -129,13 +129,31 @@ class ObjectVerbs(ABC):
     def __init__(self) -> None:
         self._registrations = Registrations()
 
-    def put(self, key: str, data: Any, salt: str = "", replace: bool = False, *, wait: bool = True) -> bool:
+    def put(
+        self,
+        key: str,
+        data: Any,
+        salt: str = "",
+        replace: bool = False,
+        *,
+        group: str | None = None,
+        count: int = 0,
+        wait: bool = True,
+    ) -> bool:
         """Store ``data`` under ``key``, as ``put_many`` does. Return whether it was stored."""
-        return self.put_many([key], [data], salt, replace, wait=wait)[0]
+        return self.put_many([key], [data], salt, replace, group=group, count=count, wait=wait)[0]
 
     @abstractmethod
     def put_many(
-        self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False, *, wait: bool = True
+        self,
+        keys: Sequence[str],
+        values: Sequence[Any],
+        salt: str = "",
+        replace: bool = False,
+        *,
+        group: str | None = None,
+        count: int = 0,
+        wait: bool = True,
     ) -> list[bool]:
         """Store values, and return for each whether it was stored. A value is a buffer, or a list of buffers that are
         concatenated.
@@ -145,6 +163,11 @@ class ObjectVerbs(ABC):
         end of the daemon.
 
         Args:
+            group: a name for objects that belong together, text like a key. Every read finds a member of a group only
+                while ``count`` members are stored, and the members are evicted and deleted together. Other calls and
+                processes may put the other members. A member is counted once; if its key is stored in a group that is
+                not complete and is not this one, the stored value is replaced.
+            count: the number of members of the group, 1 to 4096; 0 without a group.
             wait: False returns as soon as new values are *published* in shared memory, which is faster. Every later
                 call in any process sees them, and they survive the end of the daemon and of this process. But if two
                 writers put one new key at the same moment, both calls may return True, and one of the two values is
@@ -153,7 +176,9 @@ class ObjectVerbs(ABC):
 
         Raises:
             InvalidRequest: a key, value or salt is invalid, a key is given twice, or a value is larger than all DRAM,
-                or than the node accepts over gRPC. Nothing was stored.
+                or than the node accepts over gRPC. Nothing was stored. Or other members of the group were put with
+                another ``count``, or the group has all its members: some values may be stored. With ``wait=False``, the
+                node may notice this after the call has returned, and does not store the values.
             QuotaExceeded: a value exceeds its tenant's quota; other values may be stored.
             OutOfSpace: no space could be freed for a value; other values may be stored.
             NodeUnavailable, DeadlineExceeded: the node, or the device of a value, did not answer in time; some values
@@ -178,6 +203,9 @@ class ObjectVerbs(ABC):
         """Copy each value into its entry of ``outs``, a buffer or a list of buffers. Return the values' lengths; -1 for
         a missing value.
 
+        If a member of a group is missing, the other members of the group in ``keys`` are missing too: what was copied
+        into their buffers is not valid.
+
         Raises what ``get`` does; values before the failing one may have been copied.
         """
         names_of(keys, outs, "outs")
@@ -195,7 +223,7 @@ class ObjectVerbs(ABC):
     @abstractmethod
     def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
         """Delete the values under these keys in every tier, and return the number of values deleted. A deleted value
-        does not come back.
+        does not come back. All other members of a value's group are deleted with it, and are not counted.
 
         Raises:
             InvalidRequest: as ``put``.

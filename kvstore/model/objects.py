@@ -5,11 +5,15 @@ full pages of data, and last the head with the rest of the data. So the head is 
 of the head depends only on the salt and the string. The keys of the pieces also depend on the value's nonce. The record
 of every page has these fields in place of token ids::
 
-    mark u32 | key bytes u32 | value bytes u64 | pieces u32 | number u32 (0: the head) | the string, padded with zeros
+    mark u32 | key bytes u16 | members u16 | value bytes u64 | pieces u32 | number u32 (0: the head)
+    | the group, 16 bytes, if ``members`` is not 0 | the string, padded with zeros
 
 Its extra is 4 bytes that distinguish heads from pieces, and the nonce: a stamp, which says which of two values of a key
 was put later, and 4 random bytes. Worked example: 600 KiB under "weights/3" become two pieces of 256 KiB and a head
 with 88 KiB, in three frames of 256 KiB. A reader of the head can compute the keys of both pieces.
+
+Objects may belong to a *group* of a number of members. A group is *complete* once as many of its members are stored on
+the node. A member is only found while its group is complete.
 """
 
 from __future__ import annotations
@@ -26,19 +30,30 @@ import numpy.typing as npt
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import EXTRA, IDENTITY_HEAD_BYTES, KEY_BYTES, ROOT, FrameClass
+from kvstore.model.replica import (
+    EXTRA,
+    IDENTITY_HEAD_BYTES,
+    KEY_BYTES,
+    LEAN_IDENTITY_BYTES,
+    OBJECT_PAGE_BYTES,
+    OBJECT_WIDTHS,
+    ROOT,
+    FrameClass,
+)
 
 KEY_BYTES_MAX = 1000
-PAGE_SIZES = (4096, 16384, 65536, 262144, 1048576)
-WIDTHS = (32, 256)  # words of these fields in a record: for short strings, and for up to KEY_BYTES_MAX
+MEMBERS_MAX = 4096
 HEAD_TAG, PIECE_TAG = b"kvoh", b"kvop"
 OBJECTS_MODEL = "kvstore.objects"  # ``Layout.model`` of all objects
 NONCE_BYTES = 12
 STAMP_BYTES = 8
 RANDOM_BYTES = NONCE_BYTES - STAMP_BYTES
-_MARK = 0x314A424F
-_ABOUT = struct.Struct("<IIQII")
-assert _ABOUT.size + KEY_BYTES_MAX == 4 * WIDTHS[1]
+_MARK = 0x324A424F
+_ABOUT = struct.Struct("<IHHQII")
+_MEMBERS = slice(IDENTITY_HEAD_BYTES + 6, IDENTITY_HEAD_BYTES + 8)  # the number of members in an identity row
+assert _ABOUT.size + KEY_BYTES_MAX == 4 * OBJECT_WIDTHS[1]
+assert _ABOUT.size + KEY_BYTES + KEY_BYTES_MAX <= 4 * OBJECT_WIDTHS[2]
+assert IDENTITY_HEAD_BYTES + _ABOUT.size + KEY_BYTES == LEAN_IDENTITY_BYTES
 
 
 def key_hash(root: bytes, name: bytes) -> bytes:
@@ -67,6 +82,40 @@ def make_nonces(stamp: int, random: bytes) -> list[bytes]:
 def stamp_of(nonce: bytes) -> int:
     """Return the stamp in a nonce."""
     return int.from_bytes(nonce[:STAMP_BYTES], "little")
+
+
+class ObjectGroup(NamedTuple):
+    """The group of an object: the hash of its name, and its number of members. Both are empty if it has none."""
+
+    hash: bytes = b""
+    members: int = 0
+
+
+NO_GROUP = ObjectGroup()
+
+
+def group_hash(root: bytes, name: bytes) -> bytes:
+    """Return the 16-byte hash of a group's name. Groups of different salts have different roots."""
+    return hashlib.blake2b(root + name, digest_size=KEY_BYTES, person=b"kvstore.group").digest()
+
+
+def group_of(root: bytes, group: object, count: object, keys: int) -> ObjectGroup:
+    """Return the group with this name and number of members, for ``keys`` objects of one call.
+
+    If ``group`` is None, the result is ``NO_GROUP``, and ``count`` must be 0. Raises InvalidRequest.
+    """
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise InvalidRequest("count", f"must be an integer (got {type(count).__name__})")
+    if group is None:
+        if count:
+            raise InvalidRequest("count", f"must be 0 without a group (got {count})")
+        return NO_GROUP
+    name = _encoded("group", group, 1)
+    if not 1 <= count <= MEMBERS_MAX:
+        raise InvalidRequest("count", f"must be 1 to {MEMBERS_MAX} with a group (got {count})")
+    if keys > count:
+        raise InvalidRequest("keys", f"must be at most {count}, the count of their group (got {keys})")
+    return ObjectGroup(group_hash(root, name), count)
 
 
 def encode_name(key: object) -> bytes:
@@ -109,7 +158,7 @@ def encode_names(keys: Sequence[object]) -> list[bytes]:
 
 def is_object_class(frame_class: FrameClass) -> bool:
     """Return True if frames of this class are for objects, or for pages of a layout with the same geometry."""
-    return frame_class.layers == 1 and frame_class.page_tokens in WIDTHS and frame_class.page_bytes in PAGE_SIZES
+    return frame_class.holds_objects
 
 
 @lru_cache(maxsize=64)
@@ -119,16 +168,17 @@ def object_layout(page_bytes: int, width: int) -> Layout:
     return Layout(model=OBJECTS_MODEL, layers=1, head_dim=head_dim, dtype="uint8", page_tokens=width)
 
 
-def class_for(name: bytes, value_bytes: int, page_bytes_max: int) -> FrameClass:
+def class_for(name: bytes, value_bytes: int, page_bytes_max: int, group: ObjectGroup = NO_GROUP) -> FrameClass:
     """Return the frame class of an object's pages. It takes the least memory; among equal classes, it has the largest
     pages."""
-    width = WIDTHS[0] if _ABOUT.size + len(name) <= 4 * WIDTHS[0] else WIDTHS[1]
+    about_bytes = _ABOUT.size + len(group.hash) + len(name)
+    width = next(width for width in OBJECT_WIDTHS if about_bytes <= 4 * width)
     return _class_of(width, value_bytes, page_bytes_max)
 
 
 @lru_cache(maxsize=256)
 def _class_of(width: int, value_bytes: int, page_bytes_max: int) -> FrameClass:
-    sizes = [size for size in PAGE_SIZES if size <= page_bytes_max] or [PAGE_SIZES[0]]
+    sizes = [size for size in OBJECT_PAGE_BYTES if size <= page_bytes_max] or [OBJECT_PAGE_BYTES[0]]
     # Requests, record and header of a page cost about as much as 4 KiB of data.
     best = min(reversed(sizes), key=lambda size: (pieces_of(value_bytes, size) + 1) * (size + 4096))
     return FrameClass(best, width, 1)
@@ -146,6 +196,7 @@ class About(NamedTuple):
     value_bytes: int
     pieces: int
     nonce: bytes
+    group: ObjectGroup = NO_GROUP
 
     def is_whole(self, page_bytes: int) -> bool:
         """Return True if ``pieces`` fits ``value_bytes``, as in every undamaged record."""
@@ -153,8 +204,9 @@ class About(NamedTuple):
 
     def words(self, number: int, width: int) -> bytes:
         """Return the bytes that are stored in place of token ids. Pieces are numbered from 1; the head has number 0."""
-        about = _ABOUT.pack(_MARK, len(self.name), self.value_bytes, self.pieces, number)
-        return (about + self.name).ljust(4 * width, b"\0")
+        group, members = self.group
+        about = _ABOUT.pack(_MARK, len(self.name), members, self.value_bytes, self.pieces, number)
+        return (about + group + self.name).ljust(4 * width, b"\0")
 
     def row(self, root: bytes, width: int, key: bytes) -> bytes:
         """Return the head's identity row; ``key`` is its page key, ``key_hash(root, name)``."""
@@ -188,21 +240,40 @@ def read_row(row: bytes) -> tuple[bytes, About] | None:
     start = IDENTITY_HEAD_BYTES
     if len(row) < start + _ABOUT.size or not row[EXTRA].startswith(HEAD_TAG):
         return None
-    mark, name_bytes, value_bytes, pieces, number = _ABOUT.unpack_from(row, start)
-    if mark != _MARK or number or start + _ABOUT.size + name_bytes > len(row):
+    mark, name_bytes, members, value_bytes, pieces, number = _ABOUT.unpack_from(row, start)
+    start += _ABOUT.size
+    name_start = start + KEY_BYTES if members else start
+    if mark != _MARK or number or name_start + name_bytes > len(row):
         return None
-    name = row[start + _ABOUT.size : start + _ABOUT.size + name_bytes]
-    return row[ROOT], About(name, value_bytes, pieces, row[EXTRA].removeprefix(HEAD_TAG))
+    name, group = row[name_start : name_start + name_bytes], ObjectGroup(row[start:name_start], members)
+    return row[ROOT], About(name, value_bytes, pieces, row[EXTRA].removeprefix(HEAD_TAG), group)
+
+
+def groups_in(rows: npt.NDArray[np.uint8]) -> dict[int, ObjectGroup]:
+    """Return the groups of the heads among these identity rows, by row. The rows may have only ``LEAN_IDENTITY_BYTES``.
+
+    Rows that are not heads, and heads without a group, are left out.
+    """
+    if rows.shape[1] < LEAN_IDENTITY_BYTES:
+        return {}
+    found: dict[int, ObjectGroup] = {}
+    for row in np.flatnonzero(rows[:, _MEMBERS].any(axis=1)).tolist():
+        data = rows[row, :LEAN_IDENTITY_BYTES].tobytes()
+        mark, _, members, _, _, number = _ABOUT.unpack_from(data, IDENTITY_HEAD_BYTES)
+        if data[EXTRA].startswith(HEAD_TAG) and mark == _MARK and not number:
+            found[row] = ObjectGroup(data[IDENTITY_HEAD_BYTES + _ABOUT.size :], members)
+    return found
 
 
 class HeadRows:
     """Reads identity rows ``[n, width]`` that may be heads of objects of one root.
 
     Attributes:
-        value_bytes, pieces: the size and number of pieces of each row's object. Valid only where ``name`` is not empty.
+        value_bytes, pieces, members: the size and number of pieces of each row's object, and the number of members of
+            its group (0: none). Valid only where ``name`` is not empty.
     """
 
-    __slots__ = ("value_bytes", "pieces", "_rows", "_width", "_names", "_prefix")
+    __slots__ = ("value_bytes", "pieces", "members", "_rows", "_width", "_names", "_prefix")
 
     def __init__(self, rows: npt.NDArray[np.uint8], root: bytes) -> None:
         self._rows, self._width = rows.tobytes(), rows.shape[1]
@@ -210,13 +281,15 @@ class HeadRows:
         start, size = IDENTITY_HEAD_BYTES, _ABOUT.size
         self.value_bytes: list[int] = []
         self.pieces: list[int] = []
+        self.members: list[int] = []
         self._names: list[int] = []  # the length of each row's name
         if self._width < start + size:
             rows = np.zeros((len(rows), start + size), np.uint8)
-        for mark, name, value, pieces, number in _ABOUT.iter_unpack(rows[:, start : start + size].tobytes()):
+        for mark, name, members, value, pieces, number in _ABOUT.iter_unpack(rows[:, start : start + size].tobytes()):
             self._names.append(name if mark == _MARK and not number else 0)
             self.value_bytes.append(value)
             self.pieces.append(pieces)
+            self.members.append(members)
 
     def key(self, row: int) -> bytes:
         """Return the page key in this row."""
@@ -228,8 +301,14 @@ class HeadRows:
         at, size = row * self._width, self._names[row]
         if self._rows[at + KEY_BYTES : at + KEY_BYTES + len(self._prefix)] != self._prefix:
             return b""
-        at += IDENTITY_HEAD_BYTES + _ABOUT.size
-        return self._rows[at : at + size] if size <= self._width - IDENTITY_HEAD_BYTES - _ABOUT.size else b""
+        start = IDENTITY_HEAD_BYTES + _ABOUT.size + (KEY_BYTES if self.members[row] else 0)
+        return self._rows[at + start : at + start + size] if start + size <= self._width else b""
+
+    def group(self, row: int) -> ObjectGroup:
+        """Return the group of the row's object."""
+        start = row * self._width + IDENTITY_HEAD_BYTES + _ABOUT.size
+        members = self.members[row]
+        return ObjectGroup(self._rows[start : start + KEY_BYTES], members) if members else NO_GROUP
 
     def nonce(self, row: int) -> bytes:
         """Return the nonce, from which the keys of the pieces are computed."""

@@ -31,6 +31,11 @@ SHARDS_MAX = 8  # writers of one page (TP ranks times PP stages)
 # a put. Records and the headers of NVMe frames contain one.
 KEY, ROOT, EXTRA = slice(0, KEY_BYTES), slice(KEY_BYTES, 2 * KEY_BYTES), slice(2 * KEY_BYTES, 3 * KEY_BYTES)
 IDENTITY_HEAD_BYTES = EXTRA.stop
+# Frames of these sizes, with records of these widths (in words), hold opaque objects, see ``model.objects``.
+OBJECT_PAGE_BYTES = (4096, 16384, 65536, 262144, 1048576)
+OBJECT_WIDTHS = (32, 256, 512)
+OBJECT_LEAN_WORDS = 10  # words of an object's head that its record has on every tier: they name its group
+LEAN_IDENTITY_BYTES = IDENTITY_HEAD_BYTES + 4 * OBJECT_LEAN_WORDS  # the longest identity in a lean record
 
 
 class Tier(StrEnum):
@@ -141,10 +146,16 @@ class FrameClass:
         return RecordFormat(self.page_tokens, self.layers)
 
     @cached_property
+    def holds_objects(self) -> bool:
+        """True if frames of this class are for objects, or for pages of a layout with the same geometry."""
+        has_width = self.page_tokens in OBJECT_WIDTHS
+        return self.layers == 1 and has_width and self.page_bytes in OBJECT_PAGE_BYTES
+
+    @cached_property
     def lean(self) -> RecordFormat:
         """The format for NVMe, without token ids, checksums and writers: the header on disk has the first two, and
-        clients do not write to NVMe."""
-        return RecordFormat(page_tokens=0, layers=0, tail=False)
+        clients do not write to NVMe. Records of objects keep ``OBJECT_LEAN_WORDS`` words."""
+        return RecordFormat(OBJECT_LEAN_WORDS if self.holds_objects else 0, layers=0, tail=False)
 
 
 def _after_word(part: slice) -> slice:
@@ -169,7 +180,8 @@ class RecordFormat:
       xxh3_64, one per layer) once the flag ``STAMPED`` is set.
 
     4-byte checksums keep the metadata of a page of a 32-layer model under 400 bytes, index, uses and policy included.
-    Without ``tail`` (NVMe, ``FrameClass.lean``) a row ends after ``lease_until_ns`` and has 96 bytes.
+    Without ``tail`` (NVMe, ``FrameClass.lean``) a row ends after ``lease_until_ns`` and has 96 bytes, or 136 in classes
+    of objects.
     """
 
     page_tokens: int

@@ -70,9 +70,9 @@ class PageEvent(NamedTuple):
         kind: "sealed" (stored in ``tier``), "demoted" (saved to NVMe; the copy in DRAM stays until it is evicted),
             "promoted" (loaded into DRAM; the copy on NVMe stays), "evicted" (removed from ``tier``), "dropped" (removed
             from ``tier`` because of damage or a deletion), "cleared" (earlier events are void; ``keys`` is empty).
-        reason: for "evicted" one of "space", "reclaim" (the extent was reclaimed), "request" and "quota"; for "dropped"
-            what was damaged, or "deleted"; for "sealed" the word "found" if the page was found on NVMe at startup; for
-            "cleared" the word "start".
+        reason: for "evicted" one of "space", "reclaim" (the extent was reclaimed), "request", "quota" and "group" (its
+            group of objects has lost a member); for "dropped" what was damaged, or "deleted"; for "sealed" the word
+            "found" if the page was found on NVMe at startup; for "cleared" the word "start".
         keys: 16 bytes each.
         roots: one root per page, or one for all pages.
         spans: one span per page, see ``model.prefix``.

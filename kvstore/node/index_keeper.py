@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from kvstore import failpoint
+from kvstore.model.objects import ObjectGroup
 from kvstore.model.replica import ADDRESS, ADDRESS_DTYPE, Address, FrameState, RecordFormat, Tier, in_state
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.header import Header
-from kvstore.shm.index import Index, IndexDamaged, IndexFull
+from kvstore.shm.index import GROUP_ENTRY, Index, IndexDamaged, IndexFull
 from kvstore.shm.records import ExtentTable
 from kvstore.state import prefix_links
 from kvstore.state.interfaces import Rows, Snapshot
@@ -23,10 +26,11 @@ log = logging.getLogger("kvstore.node")
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 STEP_KEYS = 16  # keys per small transaction
 TRANSACTION_KEYS_MAX = 64  # bounds the file's growth: LMDB reuses freed file pages only two transactions later
-IndexOp = tuple[Tier | None, list[bytes], list[Address]]
-"""``(tier, keys, addresses)``. A tier of None means the table of reserved pages.
+GROUPS: Final = "groups"
+IndexOp = tuple[Tier | Literal["groups"] | None, list[bytes], list[bytes]]
+"""``(table, keys, entries)``. The table is that of a tier, of reserved pages (None) or of complete groups.
 
-An empty address list removes the keys."""
+An empty list of entries removes the keys."""
 
 
 class IndexKeeper:
@@ -37,6 +41,7 @@ class IndexKeeper:
             Until the retry succeeds, ``find`` reads the records. Clients use the old index, where a stale entry is a
             miss.
         mounted: returns the pages in memory that engines have mounted, which have no records here.
+        groups: returns the complete groups.
         rebuilds: number of rebuilds by reason.
     """
 
@@ -58,6 +63,7 @@ class IndexKeeper:
         self._index = index
         self._tables = tables
         self.mounted: Callable[[], Iterable[tuple[bytes, Address]]] = list
+        self.groups: Callable[[], Iterable[ObjectGroup]] = list
 
     def find(self, tier: Tier, key: bytes) -> Address | None:
         """Return the address of a sealed page; None if there is none. Rebuilds the index first if it is damaged."""
@@ -126,14 +132,42 @@ class IndexKeeper:
 
     def _commit(self, ops: list[IndexOp]) -> None:
         with self._index.begin() as txn:
-            for tier, keys, addresses in ops:
-                raws = [ADDRESS.pack(*address) for address in addresses]
-                if tier is None:
+            for table, keys, raws in ops:
+                if table is None:
                     txn.put_pending(keys, raws) if raws else txn.delete_pending(keys)
+                elif table == GROUPS:
+                    txn.put_groups(keys, raws) if raws else txn.delete_groups(keys)
                 elif raws:
-                    txn.put(tier, keys, raws)
+                    txn.put(table, keys, raws)
                 else:
-                    txn.delete(tier, keys)
+                    txn.delete(table, keys)
+
+    def unlist_groups(self) -> None:
+        """At startup, remove groups that are no longer complete, before any page is dropped."""
+        complete = {group.hash: group.members for group in self.groups()}
+        gone = [hash_ for hash_, members in self._listed_groups() if complete.get(hash_) != members]
+        if gone:
+            self.commit([(GROUPS, gone, [])])
+
+    def list_groups(self, now_ns: int) -> None:
+        """At startup, list the complete groups that the index does not list yet."""
+        listed = {hash_ for hash_, _ in self._listed_groups()}
+        missing = [group for group in self.groups() if group.hash not in listed]
+        if missing:
+            entries = [GROUP_ENTRY.pack(group.members, now_ns) for group in missing]
+            self.commit([(GROUPS, [group.hash for group in missing], entries)])
+
+    def _listed_groups(self) -> list[tuple[bytes, int]]:
+        """Return the hash and the number of members of each group that the index lists."""
+        try:
+            return [(hash_, GROUP_ENTRY.unpack(raw)[0]) for hash_, raw in self._index.scan_groups()]
+        except (IndexDamaged, struct.error):
+            self.rebuild("damaged")
+            return []
+
+    def group_hashes(self) -> Iterator[bytes]:
+        """Iterate over the hashes of the complete groups."""
+        return (hash_ for hash_, _ in self._index.scan_groups())
 
     def reserve(self, frames: int) -> bool:
         """Reserve memory for all changes of a pool with ``frames`` frames; return False if there is not enough."""
@@ -225,7 +259,9 @@ class IndexKeeper:
         old = self._header.epoch
         try:
             pages = {tier: self._items(tier) for tier in self.tiers}
-            Index.rebuild(self._folder, old, old + 1, pages, self.map_bytes, self._pending_entries())
+            now_ns = time.monotonic_ns()
+            groups = [(group.hash, GROUP_ENTRY.pack(group.members, now_ns)) for group in self.groups()]
+            Index.rebuild(self._folder, old, old + 1, pages, self.map_bytes, self._pending_entries(), groups)
             if failpoint.ACTIVE:
                 failpoint.hit("node.rebuild")
             index = Index.open_writer(self._folder, old + 1, self.map_bytes, fresh=False)
@@ -242,9 +278,9 @@ class IndexKeeper:
 
 def _split(ops: list[IndexOp], keys_max: int) -> Iterator[IndexOp]:
     """Split the changes, in order, into changes of at most ``keys_max`` keys."""
-    for tier, keys, addresses in ops:
+    for table, keys, entries in ops:
         for at in range(0, len(keys), keys_max):
-            yield tier, keys[at : at + keys_max], addresses[at : at + keys_max]
+            yield table, keys[at : at + keys_max], entries[at : at + keys_max]
 
 
 def _transactions(ops: list[IndexOp]) -> Iterator[list[IndexOp]]:

@@ -549,7 +549,7 @@ class Node:
 
 
 def _findings(performer: Performer, state: NodeState) -> list[str]:
-    return integrity.check_all(state, performer.index.addresses)
+    return integrity.check_all(state, performer.index.addresses, performer.index.group_hashes)
 
 
 def _waits_for_erasure(event: ev.Event) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -31,6 +31,7 @@ from kvstore.device.host_memory import Bounces, copy
 from kvstore.errors import KVStoreError
 from kvstore.model.replica import (
     IDENTITY_HEAD_BYTES,
+    LEAN_IDENTITY_BYTES,
     STAMPED,
     Address,
     FrameClass,
@@ -591,6 +592,15 @@ class NvmePages:
 def identity_row(header: FrameHeader) -> Rows:
     """Return key, root, extra and token ids in the form of a record."""
     return np.frombuffer(header.key + header.root + header.extra + header.tokens.tobytes(), np.uint8)
+
+
+def lean_identities(headers: Sequence[FrameHeader]) -> Rows:
+    """Return the identities of pages of any classes for lean records, ``[pages, LEAN_IDENTITY_BYTES]``."""
+    rows = np.zeros((len(headers), LEAN_IDENTITY_BYTES), np.uint8)
+    for row, header in zip(rows, headers, strict=True):
+        identity = identity_row(header)[:LEAN_IDENTITY_BYTES]
+        row[: len(identity)] = identity
+    return rows
 
 
 def _is_sealed(table: ExtentTable, address: Address) -> bool:

@@ -26,6 +26,7 @@ import xxhash
 from kvstore import boundary, failpoint
 from kvstore.errors import OutOfSpace
 from kvstore.model.replica import (
+    ADDRESS,
     SHARDS_MAX,
     STAMPED,
     Address,
@@ -41,11 +42,11 @@ from kvstore.model.replica import (
 )
 from kvstore.node.book import Book
 from kvstore.node.event_log import EventLog
-from kvstore.node.index_keeper import IndexKeeper, IndexOp
+from kvstore.node.index_keeper import GROUPS, IndexKeeper, IndexOp
 from kvstore.node.nvme_pages import NvmePages
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.header import Header
-from kvstore.shm.index import Index
+from kvstore.shm.index import GROUP_ENTRY, Index
 from kvstore.shm.lmdb_environment import TIER_TABLES
 from kvstore.shm.mounted import remove_mounted
 from kvstore.shm.put_log import PutLog
@@ -162,6 +163,8 @@ class Performer:
             do.WriteShards: self._write_shards,
             do.WriteState: self._write_state,
             do.Unindex: self._unindex,
+            do.ListGroups: self._list_groups,
+            do.UnlistGroups: self._unlist_groups,
             do.Unpend: self._unpend,
             do.WriteLease: self._write_lease,
             do.WriteStamp: self._write_stamp,
@@ -276,11 +279,14 @@ class Performer:
                 if failpoint.ACTIVE:
                     failpoint.hit("node.instruction")
         finally:  # even after an error, the index must match the records that were written
-            if self._index_ops:
-                ops, self._index_ops = self._index_ops, []
-                self.index.commit(ops)
-                self.events.publish()  # after the commit, so that readers of the event find the page in the index
+            self._commit_index()
         return reply
+
+    def _commit_index(self) -> None:
+        if self._index_ops:
+            ops, self._index_ops = self._index_ops, []
+            self.index.commit(ops)
+            self.events.publish()  # after the commit, so that readers of the event find the page in the index
 
     def _carve(self, instruction: do.Carve) -> None:
         number, store = instruction.extent, self.stores[instruction.tier]
@@ -336,7 +342,7 @@ class Performer:
             self._write_words(table, instruction.addresses[places], RESERVED)
         for key, address in zip(keys_of(instruction.rows), instruction.addresses, strict=True):
             if self.index.find_pending(key) is None:  # the index lists the earliest reservation of a key
-                self._index_ops.append((None, [key], [address]))
+                self._index_ops.append((None, [key], [ADDRESS.pack(*address)]))
 
     @staticmethod
     def _write_bodies(
@@ -382,7 +388,7 @@ class Performer:
                 if fmt.tail:  # after the word: in a RESERVED frame, startup reads the writers here
                     table.rows[frames, fmt.checksums] = sums[places].view(np.uint8)
                 table.column(fmt.info)[frames] |= np.uint64(STAMPED << 48)
-        self._index_ops.append((tier, instruction.keys, addresses))
+        self._index_ops.append((tier, instruction.keys, _raw(addresses)))
         root = self.root(addresses[0].extent, addresses[0].frame)
         self.events.append_sealed(instruction.cause, tier, instruction.keys, root, instruction.rows, instruction.spans)
         if sums is None and self.tables[addresses[0].extent].fmt.tail:
@@ -410,9 +416,17 @@ class Performer:
         self._index_ops.append((tier, keys, []))
         self.events.append(instruction.kind, tier, instruction.reason, keys, instruction.roots, instruction.spans)
 
+    def _list_groups(self, instruction: do.ListGroups) -> None:
+        entries = [GROUP_ENTRY.pack(group.members, instruction.since_ns) for group in instruction.groups]
+        self._index_ops.append((GROUPS, [group.hash for group in instruction.groups], entries))
+
+    def _unlist_groups(self, instruction: do.UnlistGroups) -> None:
+        self._index_ops.append((GROUPS, instruction.hashes, []))
+        self._commit_index()
+
     def _show_pages(self, instruction: do.ShowPages) -> None:
         keys = instruction.keys
-        self._index_ops.append((Tier.HBM, keys, instruction.addresses))
+        self._index_ops.append((Tier.HBM, keys, _raw(instruction.addresses)))
         if instruction.root:
             self.events.append_sealed("put", Tier.HBM, keys, instruction.root, spans=instruction.spans)
 
@@ -423,7 +437,7 @@ class Performer:
 
     def _unpend(self, instruction: do.Unpend) -> None:
         addresses = [instruction.heir] if instruction.heir is not None else []
-        self._index_ops.append((None, [instruction.key], addresses))
+        self._index_ops.append((None, [instruction.key], _raw(addresses)))
 
     def _write_lease(self, instruction: do.WriteLease) -> None:
         untils = np.array(instruction.until_ns, np.uint64)
@@ -459,7 +473,7 @@ class Performer:
         target.rows[new, RecordFormat.body] = source.rows[old, RecordFormat.body]
         target.last_use[new] = source.last_use[old]
         target.words[new] = word_of(instruction.target.generation, SEALED)
-        self._index_ops.append((instruction.tier, [instruction.key], [instruction.target]))
+        self._index_ops.append((instruction.tier, [instruction.key], [ADDRESS.pack(*instruction.target)]))
         source.words[old] = word_of(instruction.freed.generation, instruction.state)
 
     def frames_of(self, table: ExtentTable) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -477,6 +491,11 @@ class Performer:
                 yield self.tables[number], slice(first, first + place - start), slice(start, place)
                 start, number, first = place, extent, frame
         yield self.tables[number], slice(first, first + len(addresses) - start), slice(start, len(addresses))
+
+
+def _raw(addresses: list[Address]) -> list[bytes]:
+    """Return addresses as entries of the index."""
+    return [ADDRESS.pack(*address) for address in addresses]
 
 
 def _info_bytes(info: int, identity_sum: int) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from kvstore import boundary
 from kvstore.errors import InternalError
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameClass
+from kvstore.model.replica import LEAN_IDENTITY_BYTES, Address, FrameClass
 from kvstore.node.node import Node
 from kvstore.node.nvme_pages import DATA, IO, MOVED, CopyResult, identity_row
 from kvstore.shm.records import ExtentTable
@@ -59,7 +59,7 @@ class Relay:
             result = CopyResult.empty(contents.extents[first.target.extent].frame_class, len(copy.pages))
             result.failed = dict.fromkeys(range(len(copy.pages)), IO)
         if isinstance(copy, do.Save):
-            heads = result.rows[:, :IDENTITY_HEAD_BYTES].copy()
+            heads = result.rows[:, :LEAN_IDENTITY_BYTES].copy()
             self._node.handle(ev.Saved(now_ns(), copy.number, heads, result.failed))
         elif isinstance(copy, do.Load):
             self._node.handle(ev.Loaded(now_ns(), copy.number, result.rows, result.checksums, result.failed))

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvstore import failpoint
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState, in_state, position_of, standing_of
+from kvstore.model.replica import Address, FrameState, in_state, position_of, standing_of
 from kvstore.node.node import Node
-from kvstore.node.nvme_pages import READ_BYTES, NvmePages, identity_row
+from kvstore.node.nvme_pages import READ_BYTES, NvmePages, lean_identities
 from kvstore.shm.records import ExtentTable
 from kvstore.state import events as ev
 from kvstore.tier.nvme import geometry
@@ -90,7 +90,7 @@ class Scanner:
             if stopped.is_set():
                 return
             part = pages[start : start + ADOPT_PAGES]
-            heads = np.stack([identity_row(page)[:IDENTITY_HEAD_BYTES] for page in part])
+            heads = lean_identities(part)
             addresses = [Address(*page.address) for page in part]
             parents, standings = [page.parent for page in part], [standing_of(page.info) for page in part]
             self._node.handle(ev.Adopt(time.monotonic_ns(), addresses, heads, parents, standings))

@@ -34,7 +34,8 @@ import numpy as np
 from kvstore import failpoint, logs
 from kvstore.config import MIB, NodeConfig, format_size
 from kvstore.errors import InvalidRequest
-from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX, Address, FrameClass, Tier
+from kvstore.model.objects import ObjectGroup, groups_in
+from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX, Address, FrameClass, FrameState, Tier
 from kvstore.node import book
 from kvstore.node.book import NAMES, PINS, QUARANTINE, Quarantine, read_quarantine, write_quarantine
 from kvstore.node.index_keeper import snapshot
@@ -302,17 +303,19 @@ def recover_tiers(
     living = living_ids(folder) | set(puts.sessions() if puts is not None else ())
     quarantine = _map_tables(folder, header, performer, living)
     state = _state(config, header, performer, book.read_names(folder, header.incarnation))
-    performer.index.mounted = state.mounts.entries
+    performer.index.mounted, performer.index.groups = state.mounts.entries, state.groups.listed
     extents = [read_extent(table) for table in performer.tables.values()]
     instructions = recovery.recover(state, extents, header.next_extent, now_ns(), living, quarantine)
     if failpoint.ACTIVE:
         failpoint.hit("node.recover")
+    performer.index.unlist_groups()
     performer.perform(instructions)
     header.mounts = 0
     for event in mount_events(folder, header, living, now_ns()):
         performer.perform(state.handle(event))
     if not performer.index.agrees():
         performer.index.rebuild("start")
+    performer.index.list_groups(now_ns())
     recovery.settle(state)
     nvme = performer.nvme
     if nvme is not None:
@@ -486,7 +489,13 @@ def read_extent(table: ExtentTable) -> StoredExtent:
         writers,
         sound,
         table.tier,
+        _groups_of(table),
     )
+
+
+def _groups_of(table: ExtentTable) -> dict[int, ObjectGroup]:
+    """Return the groups of the heads of objects in an extent, by frame."""
+    return groups_in(table.rows[:, table.fmt.identity]) if table.frame_class.holds_objects else {}
 
 
 def mount_events(folder: NodeFolder, header: Header, living: Collection[int], now_ns: int) -> Iterator[ev.RestoreMount]:
@@ -537,6 +546,16 @@ class TierView:
         self.key, self.parent, self.root, self.extra = performer.key, performer.parent, performer.root, performer.extra
         self.lineage, self.standing, self.last_use_ns = performer.lineage, performer.standing, performer.last_use_ns
         self.run = performer.run
+
+    def memberships(self) -> list[tuple[bytes, ObjectGroup]]:
+        """Return the key and the group of each sealed head of the tier that has a group."""
+        return [
+            (table.key(frame), group)
+            for table in self._performer.tables.values()
+            if table.tier == self._tier
+            for frame, group in _groups_of(table).items()
+            if int(table.words[frame]) & 0xFF == FrameState.SEALED
+        ]
 
     def snapshots(self) -> list[Snapshot]:
         """Return a snapshot of each extent of the tier."""

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvstore import boundary, failpoint
 from kvstore.errors import InternalError
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState
+from kvstore.model.replica import LEAN_IDENTITY_BYTES, Address, FrameState
 from kvstore.node.node import Node
 from kvstore.node.nvme_pages import IO, CopyResult, NvmePages
 from kvstore.server import tracing
@@ -289,7 +289,7 @@ class Mover:
         if isinstance(copy, do.Save):
             if failpoint.ACTIVE:
                 failpoint.hit("mover.saved")
-            heads = result.rows[:, :IDENTITY_HEAD_BYTES].copy()
+            heads = result.rows[:, :LEAN_IDENTITY_BYTES].copy()
             self._node.handle(ev.Saved(now_ns, copy.number, heads, result.failed))
             nvme.close_for_writing(result.open_positions)
         else:

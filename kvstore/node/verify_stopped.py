@@ -180,7 +180,7 @@ def _verify_extent(
     rows: npt.NDArray[np.uint8] | None = None
     if extent.clean:
         offset = superblock.data_start + extent.position * superblock.extent_bytes
-        blocks = _read(disk, offset, geometry.directory_bytes(extent.frames))
+        blocks = _read(disk, offset, geometry.directory_bytes(extent.frame_class, extent.frames))
         rows = unpack_directory(superblock.incarnation, extent, blocks)
         if rows is None:
             reason = f"the directory of extent {extent.number} is damaged, so the next start scans it"

@@ -254,16 +254,20 @@ class PutObjectRequest(_message.Message):
     def __init__(self, begin: _Optional[_Union[PutObjectBegin, _Mapping]] = ..., data: _Optional[bytes] = ..., data_xxh3: _Optional[int] = ...) -> None: ...
 
 class PutObjectBegin(_message.Message):
-    __slots__ = ("key", "salt", "size_bytes", "replace")
+    __slots__ = ("key", "salt", "size_bytes", "replace", "group", "count")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
     key: str
     salt: str
     size_bytes: int
     replace: bool
-    def __init__(self, key: _Optional[str] = ..., salt: _Optional[str] = ..., size_bytes: _Optional[int] = ..., replace: _Optional[bool] = ...) -> None: ...
+    group: str
+    count: int
+    def __init__(self, key: _Optional[str] = ..., salt: _Optional[str] = ..., size_bytes: _Optional[int] = ..., replace: _Optional[bool] = ..., group: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class PutObjectReply(_message.Message):
     __slots__ = ("stored",)
@@ -282,16 +286,18 @@ class GetObjectRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ..., salt: _Optional[str] = ..., local: _Optional[bool] = ...) -> None: ...
 
 class GetObjectReply(_message.Message):
-    __slots__ = ("found", "size_bytes", "data", "data_xxh3")
+    __slots__ = ("found", "size_bytes", "data", "data_xxh3", "grouped")
     FOUND_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     DATA_XXH3_FIELD_NUMBER: _ClassVar[int]
+    GROUPED_FIELD_NUMBER: _ClassVar[int]
     found: bool
     size_bytes: int
     data: bytes
     data_xxh3: int
-    def __init__(self, found: _Optional[bool] = ..., size_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., data_xxh3: _Optional[int] = ...) -> None: ...
+    grouped: bool
+    def __init__(self, found: _Optional[bool] = ..., size_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., data_xxh3: _Optional[int] = ..., grouped: _Optional[bool] = ...) -> None: ...
 
 class ObjectKeys(_message.Message):
     __slots__ = ("keys", "salt", "local")

@@ -4,9 +4,10 @@ The index is a hint that can always be rebuilt from the records. It is never mad
 repaired but replaced, under a new epoch that clients compare. Its size is fixed when an epoch is made; to grow, it is
 rebuilt.
 
-It has a table of key -> address (16 bytes) per tier, and one of the reserved frames that are being written
-(``pending``). A page in two tiers has an entry in both. Each tier is prefix-closed on its own: DRAM may hold the first
-4 pages of a chain of 10 and NVMe the first 7; then 7 are stored. A lookup in a tier that the node does not have misses.
+It has a table of key -> address (16 bytes) per tier, one of the reserved frames that are being written (``pending``),
+and one of the complete groups of objects (``groups``).
+A page in two tiers has an entry in both. Each tier is prefix-closed on its own: DRAM may hold the first 4 pages of a
+chain of 10 and NVMe the first 7; then 7 are stored. A lookup in a tier that the node does not have misses.
 
 LMDB writes through the map of a sparse file. If a full tmpfs cannot give a page its memory, the store kills the
 process. So before a transaction (``WriteTxn``) dirties pages, ``MapMemory`` makes sure that the file has memory for
@@ -53,11 +54,15 @@ ENTRIES_PER_PAGE: Final = 47
 STEPS_IN_FLIGHT: Final = 2
 
 
+GROUP_ENTRY: Final = struct.Struct("<QQ")  # entry of a complete group: its members, and when it was listed
+
+
 class Tables(NamedTuple):
-    """Handles of the index's tables: one per tier, and one for pages that are being written."""
+    """Handles of the index's tables: one per tier, one for pages that are being written, and one for groups."""
 
     tiers: Mapping[Tier, Any]
     pending: Any
+    groups: Any
 
 
 class MapMemory:
@@ -157,6 +162,14 @@ class WriteTxn:
     def delete_pending(self, keys: Sequence[bytes]) -> int:
         """Remove keys from the pending table, and return how many had an entry."""
         return self._delete(self._tables.pending, keys)
+
+    def put_groups(self, hashes: Sequence[bytes], entries: Sequence[bytes]) -> None:
+        """List complete groups, each with its ``GROUP_ENTRY``."""
+        self._put(self._tables.groups, hashes, entries)
+
+    def delete_groups(self, hashes: Sequence[bytes]) -> int:
+        """Remove groups from the list, and return how many were listed."""
+        return self._delete(self._tables.groups, hashes)
 
     def find(self, tier: Tier, key: bytes) -> Address | None:
         """Do the same as ``Index.find``, including what this transaction has written."""
@@ -272,8 +285,11 @@ class Index:
         pages: Mapping[Tier, Iterable[tuple[bytes, bytes]]],
         map_bytes: int,
         pending: Iterable[tuple[bytes, bytes]] = (),
+        groups: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Make the index of ``new_epoch`` from the ``(key, raw address)`` pairs of each tier, and of ``pending``.
+        """Make the index of ``new_epoch`` from the ``(key, raw address)`` pairs of each tier and of ``pending``.
+
+        ``groups`` are pairs of a complete group's hash and its ``GROUP_ENTRY``.
 
         The pairs of a tier are sorted and have no equal keys. Among equal keys in ``pending`` the first counts. The
         index appears as a whole at the end; a crash leaves the old one. The old epoch stays until ``remove``, and
@@ -283,7 +299,7 @@ class Index:
             IndexFull: it does not fit into ``map_bytes`` or the available memory; nothing has changed.
         """
         assert old_epoch is None or old_epoch < new_epoch, (old_epoch, new_epoch)
-        env.make(folder.index(new_epoch), folder, map_bytes, pages, pending)
+        env.make(folder.index(new_epoch), folder, map_bytes, pages, pending, groups)
 
     @staticmethod
     def remove(folder: NodeFolder, epoch: int) -> None:
@@ -316,6 +332,14 @@ class Index:
             return [None for _ in keys]
         try:
             return list(map(self._begin(table).get, keys))
+        except lmdb.Error as error:
+            translate(error)
+
+    def find_groups(self, hashes: Iterable[bytes]) -> list[bytes | None]:
+        """Return the ``GROUP_ENTRY`` of each listed group, all read at one moment; None for a group that is not
+        complete."""
+        try:
+            return list(map(self._begin(self._tables.groups).get, hashes))
         except lmdb.Error as error:
             translate(error)
 
@@ -355,6 +379,10 @@ class Index:
     def scan_pending(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield ``(key, raw address)`` of every page that is being written, in key order."""
         return self._scan(self._tables.pending)
+
+    def scan_groups(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the hash and the ``GROUP_ENTRY`` of every complete group."""
+        return self._scan(self._tables.groups)
 
     def _scan(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
         start = b""
@@ -444,7 +472,8 @@ class Index:
 def _open_tables(environment: lmdb.Environment) -> Tables:
     """Open the databases of an index. Raises lmdb.Error if one is missing."""
     tiers = {tier: environment.open_db(name, create=False) for tier, name in env.TIER_TABLES.items()}
-    return Tables(tiers, environment.open_db(env.PENDING, create=False))
+    pending, groups = (environment.open_db(name, create=False) for name in (env.PENDING, env.GROUPS))
+    return Tables(tiers, pending, groups)
 
 
 def _entries_of(transaction: Any, table: Any) -> Iterator[tuple[bytes, bytes]]:

@@ -34,9 +34,10 @@ FILL_BATCH: Final = 65536  # entries per transaction: below LMDB's limit of dirt
 # store to a page that a full tmpfs cannot give kills the process (SIGBUS).
 PAGES_AHEAD: Final = 512
 
-# A table of key -> address per tier, and one for the pages that are being written.
+# A table of key -> address per tier, one for the pages that are being written, and one of complete groups of objects.
 TIER_TABLES: Final = {Tier.DRAM: b"sealed", Tier.NVME: b"nvme", Tier.HBM: b"hbm"}
 PENDING: Final = b"pending"
+GROUPS: Final = b"groups"
 
 _META = struct.Struct("<16xII8xQ")  # LMDB 0.9: page header; magic, data version, address; map size
 _META_MAGIC: Final = 0xBEEFC0DE
@@ -45,7 +46,7 @@ _META_MAGIC: Final = 0xBEEFC0DE
 # would free that slot under its parent. This costs 0.1 us per read.
 _COMMON: Final[dict[str, Any]] = {
     "subdir": True,
-    "max_dbs": 1 + len(TIER_TABLES),
+    "max_dbs": 2 + len(TIER_TABLES),
     "max_readers": READERS_MAX,
     "max_spare_txns": 0,
     "lock": True,
@@ -124,8 +125,9 @@ def make(
     map_bytes: int,
     pages: Mapping[Tier, Iterable[Entry]],
     pending: Iterable[Entry],
+    groups: Iterable[Entry] = (),
 ) -> None:
-    """Make a new environment at ``path`` from the ``pages`` of each tier, and ``pending``.
+    """Make a new environment at ``path`` from the ``pages`` of each tier, ``pending`` and ``groups``.
 
     The pages are sorted by key. Among equal keys in ``pending`` the first counts. The environment appears as a whole
     at the end, and replaces an existing one.
@@ -139,7 +141,7 @@ def make(
     try:
         os.chmod(temporary, folder.dir_mode)  # independent of the umask
         tables = [(name, pages.get(tier, ()), True) for tier, name in TIER_TABLES.items()]
-        _fill(temporary, folder, map_bytes, [*tables, (PENDING, pending, False)])
+        _fill(temporary, folder, map_bytes, [*tables, (PENDING, pending, False), (GROUPS, groups, False)])
         remove(path)
         os.rename(temporary, path)
     except lmdb.Error as error:

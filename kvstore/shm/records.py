@@ -4,7 +4,7 @@
 Only the daemon writes it. On x86-64, stores become visible in their order. So the body of a record is written first and
 the state word last; to end a record, the word is written first. An extent belongs to one tier. Frames on NVMe have
 their token ids and checksums in front of them on the device, so the tables of such an extent are lean: 96 bytes of
-record and the last use per frame, whatever the class.
+record (136 in classes of objects) and the last use per frame.
 
 ``uses-<extent>`` (``Uses``) is a head and columns, with a row per frame in each: when its page was last used (8 bytes),
 the generation that its progress belongs to (8), and the progress of each shard (a byte). Progress is the number of
@@ -61,7 +61,7 @@ class Record(NamedTuple):
 
     @property
     def tokens(self) -> bytes:
-        """Token ids, little-endian uint32; none in a lean record."""
+        """Token ids, little-endian uint32; in a lean record only those of its format."""
         return self.raw[self.fmt.tokens]
 
     @property
@@ -100,7 +100,7 @@ class Record(NamedTuple):
 Words = npt.NDArray[np.uint64]
 Frames = slice
 
-_VERSION: Final = 3
+_VERSION: Final = 4
 _MARKS_MAGIC: Final = int.from_bytes(b"KVUSES01", "little")
 _MARKS_HEAD = struct.Struct("<6Q16x")  # magic, version, incarnation of the segment, extent, frames, shards
 _LEVEL_MAX: Final = 0xFF

@@ -310,7 +310,7 @@ class Saved(BaseEvent):
     """A ``Save`` was performed, and what it wrote is durable.
 
     Attributes:
-        heads: ``[pages, 48]``, the identity heads (key, root, extra) of the pages that were written.
+        heads: identities of the pages that were written, as their records below have them (``FrameClass.lean``).
         failed: place in the batch -> why that page was not written.
     """
 
@@ -370,7 +370,8 @@ class Adopt(BaseEvent):
     """The scan at startup found these pages on disk, in frames that are QUARANTINED. Parents come before their
     children.
 
-    ``heads`` are ``[pages, 48]``. The addresses have the generations under which the pages were written.
+    ``heads`` are ``[pages, LEAN_IDENTITY_BYTES]``. The addresses have the generations under which the pages were
+    written.
     """
 
     now_ns: int

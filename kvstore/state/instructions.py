@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.model.objects import ObjectGroup
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier
 from kvstore.state.interfaces import Rows
 
@@ -118,6 +119,21 @@ class Unindex:
     reason: str = field(default="space", compare=False)
     roots: list[bytes] = field(default_factory=list, compare=False)
     spans: list[int] = field(default_factory=list, compare=False)
+
+
+@dataclass(slots=True)
+class ListGroups:
+    """List these complete groups in the index, from ``since_ns``. All earlier changes of the index come before."""
+
+    groups: list[ObjectGroup]
+    since_ns: int
+
+
+@dataclass(slots=True)
+class UnlistGroups:
+    """Remove the groups with these hashes from the index now, before the instructions that follow."""
+
+    hashes: list[bytes]
 
 
 @dataclass(slots=True)
@@ -328,6 +344,8 @@ Instruction = (
     | WriteShards
     | WriteState
     | Unindex
+    | ListGroups
+    | UnlistGroups
     | Unpend
     | WriteLease
     | WriteStamp

@@ -21,13 +21,19 @@ from kvstore.state.space import Space
 SEALED = FrameState.SEALED
 
 
-def check_all(state: NodeState, entries: Callable[[Tier], Iterable[tuple[bytes, Address]]]) -> list[str]:
-    """Check all laws of a whole node. ``entries`` returns the current index entries of a tier."""
+def check_all(
+    state: NodeState,
+    entries: Callable[[Tier], Iterable[tuple[bytes, Address]]],
+    groups: Callable[[], Iterable[bytes]],
+) -> list[str]:
+    """Check all laws of a whole node. ``entries`` returns the current index entries of a tier, and ``groups`` the
+    groups that the index lists."""
     findings = [
         line
         for tier, space in state.spaces.items()
         for line in check(state, tier, space.pages.records.snapshots(), entries(tier))
     ]
+    findings += state.groups.findings(groups())
     return findings if Tier.HBM in state.spaces else [*findings, *check_mounts(state, entries(Tier.HBM))]
 
 

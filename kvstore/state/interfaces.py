@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.model.objects import ObjectGroup
 from kvstore.model.replica import Address
 from kvstore.state.frames import Segment
 
@@ -84,6 +85,10 @@ class RecordView(Protocol):
 
     def run(self, extent: int, frames: slice) -> ChainRun:
         """Return ``key``, ``parent``, ``standing`` and ``last_use_ns`` of these frames."""
+        ...
+
+    def memberships(self) -> list[tuple[bytes, ObjectGroup]]:
+        """Return the key and the group of each sealed head that has a group, for integrity checks."""
         ...
 
     def snapshots(self) -> list[Snapshot]:

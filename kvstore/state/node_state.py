@@ -23,6 +23,7 @@ from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_after
 from kvstore.state.eviction import Page
 from kvstore.state.frames import GRANTED_AHEAD_SHARE, Extent
+from kvstore.state.groups import Groups
 from kvstore.state.interfaces import ClientSession, TierParts
 from kvstore.state.leases import LeaseTable
 from kvstore.state.mounts import Mounts
@@ -61,6 +62,7 @@ def _fits(space: Space, extent: Extent, out: list[do.Instruction]) -> bool:
 
 
 CHECK_SESSIONS_PER_TICK = 64
+_MAKES_ROOM = ev.Tick, ev.Grant, ev.Demote  # before these events, members of groups that have lost one are removed
 _OK, _PRESENT, _BUSY = int(Status.OK), int(Status.PRESENT), int(Status.BUSY)
 
 
@@ -103,9 +105,11 @@ class NodeState:
         self.started = StartedPages(self.writing, self.sessions)
         rules = {tier: parts.rules for tier, parts in tiers.items()}
         self.tiering = Tiering(self.spaces, rules, self.writing, self.tenants, self.counters)
+        self.groups = Groups(self.spaces.values(), self._class_of)
         self.pins = self.tiering.pins = Pins(self.spaces, self.tenants, pins_share_max)
         self.objects = Objects(
-            *(self.spaces, self.sessions, self.tiering.copies, self.counters, self._seal_granted, self.pins.release)
+            *(self.spaces, self.sessions, self.tiering.copies, self.counters, self._seal_granted, self.pins.release),
+            self.groups,
         )
         self.batches = ObjectBatches(self.objects, self.writing, self.sessions)
         self.mounts = Mounts(self.segment.numbers, self.tenants, self.sessions)
@@ -147,7 +151,11 @@ class NodeState:
         """Decide about one event. If the event needs a ``Reply``, it is the last instruction."""
         for space in () if event.joins else self.spaces.values():
             space.begin(event.now_ns)
-        out = self._handlers[type(event)](event)
+        out: list[do.Instruction] = []
+        if isinstance(event, _MAKES_ROOM):
+            self.objects.remove_broken(out)
+        out += self._handlers[type(event)](event)
+        out = self.groups.follow(out, event.now_ns)
         return self._with_book(out) if self.tenants.book or self.pins.book else out
 
     def _with_book(self, out: list[do.Instruction]) -> list[do.Instruction]:

@@ -19,12 +19,22 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from kvstore.model import objects
-from kvstore.model.objects import HEAD_TAG, PIECE_TAG, HeadRows, is_object_class, pieces_of, read_row
+from kvstore.model.objects import (
+    HEAD_TAG,
+    PIECE_TAG,
+    HeadRows,
+    ObjectGroup,
+    groups_in,
+    is_object_class,
+    pieces_of,
+    read_row,
+)
 from kvstore.model.prefix import fingerprints
 from kvstore.model.replica import EXTRA, KEY, ROOT, Address, FrameState, Status, Tier, keys_of
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_at
+from kvstore.state.groups import Groups
 from kvstore.state.interfaces import ClientSession
 from kvstore.state.space import Space
 from kvstore.state.tier_pages import standings_of
@@ -35,6 +45,7 @@ Seal = Callable[[ev.SealGranted], list[do.Instruction]]
 NOWHERE = Address(0, 0, 0)
 
 
+BROKEN_PER_EVENT = 64  # objects of groups that have lost a member, to be removed by one decision
 LOOSE_MAX = 4096  # unfinished objects whose pieces are remembered; pieces of others leave when they are cold
 
 
@@ -55,6 +66,7 @@ class Objects:
         counters: Counter[str],
         seal_chain: Seal,
         unpin: Callable[[list[bytes]], None],
+        groups: Groups,
     ) -> None:
         self._spaces = tuple(spaces.values())
         self._sessions = sessions
@@ -62,6 +74,7 @@ class Objects:
         self._counters = counters
         self._seal_chain = seal_chain
         self._unpin = unpin
+        self._groups = groups
         self._scanning = len(self._spaces) > 1
         # Last pieces of objects whose heads are not stored yet -> the sessions that put them.
         self._loose: OrderedDict[bytes, int] = OrderedDict()
@@ -81,6 +94,9 @@ class Objects:
         matches = about is not None and objects.key_hash(about[0], about[1].name) == key
         if about is None or not matches or not about[1].is_whole(event.frame_class.page_bytes):
             return [do.Reply(Status.INVALID, detail={"field": "pages", "reason": "must be an object's head"})]
+        refusal = self.refusal({about[1].group: [key]})
+        if refusal is not None:
+            return [refusal]
         current = self.find(key)
         status = self.may_seal(key, root, current, event.replaces)
         if status != Status.OK:
@@ -90,7 +106,7 @@ class Objects:
         is_granted = session is not None and event.addresses[0] in session.granted
         out: list[do.Instruction] = []
         if current is not None and parent_ok and is_granted:
-            self.drop(key, out)
+            self.replace(key, out)
         self._loose.pop(event.parent, None)
         return out + self._seal_chain(event)
 
@@ -102,7 +118,16 @@ class Objects:
             return Status.NO_SPACE  # one of the two keys is forged: the page that was stored first keeps the key
         if (current or NOWHERE) != replaces:
             return Status.PRESENT
-        return Status.BUSY if self._is_moving(key) else Status.OK
+        return Status.BUSY if self._are_moving(self._groups.replaced_with(key)) else Status.OK
+
+    def refusal(self, groups: Mapping[ObjectGroup, list[bytes]]) -> do.Reply | None:
+        """Return the reply that refuses to seal these members, by their groups; None if they may be sealed."""
+        for group, keys in groups.items():
+            refusal = self._groups.refusal(group, keys) if group.members else None
+            if refusal is not None:
+                self._counters["objects_refused_group"] += len(keys)
+                return refusal
+        return None
 
     @property
     def is_settled(self) -> bool:
@@ -133,28 +158,50 @@ class Objects:
     def delete(self, event: ev.Delete) -> list[do.Instruction]:
         """Handle ``events.Delete``: drop the chain that ends with each of these pages from all tiers.
 
-        Pages with other children stay. A pin of the chain ends.
+        All members of the object's group are dropped with it. Pages with other children stay. Pins of the chain end.
         """
         out: list[do.Instruction] = []
+        pages = [self._object_key(address) for address in event.addresses]  # before any of them is dropped
+        dropped: set[bytes] = set()
         statuses = []
-        for address in event.addresses:
-            space = self._space_of(address)
+        for address, key in zip(event.addresses, pages, strict=True):
             status = Status.OK
-            if not space.pages.sealed(address) or not self._is_object_page(space, address):
+            if key is None:
                 status = Status.STALE
-            else:
+            elif key not in dropped:
+                keys, space = self._groups.leaving_with(key), self._space_of(address)
                 extent = space.segment.extents[address.extent]
-                key = space.pages.records.key(address.extent, address.frame)
-                if self._is_scanning() or self._is_moving(key):
+                if self._is_scanning() or self._are_moving(keys):
                     status = Status.BUSY
                 elif extent.children[address.frame] and not self._unpinned(space, address, key):
                     status = Status.STALE
                 else:
-                    self.drop(key, out)
-                    self._counters["objects_deleted"] += 1
+                    for each in keys:
+                        self.drop(each, out)
+                    dropped.update(keys)
+                    self._counters["objects_deleted"] += len(keys)
             statuses.append(int(status))
         out.append(do.Reply(statuses=statuses))
         return out
+
+    def remove_broken(self, out: list[do.Instruction]) -> None:
+        """Remove some of the objects whose group has lost a member."""
+        for key in self._groups.broken_members(BROKEN_PER_EVENT):
+            address = self.find(key)
+            if self._is_moving(key):
+                continue  # a later event removes it
+            if address is not None and self._space_of(address).segment.extents[address.extent].children[address.frame]:
+                self._groups.spare(key)  # it is pinned
+            else:
+                self.drop(key, out, "evicted", "group")
+                self._counters["objects_evicted_group"] += 1
+
+    def _object_key(self, address: Address) -> bytes | None:
+        """Return the key of the object's page at this address; None if there is none."""
+        space = self._space_of(address)
+        if not space.pages.sealed(address) or not self._is_object_page(space, address):
+            return None
+        return space.pages.records.key(address.extent, address.frame)
 
     @staticmethod
     def _is_object_page(space: Space, address: Address) -> bool:
@@ -196,6 +243,10 @@ class Objects:
             address = None if at_root else space.pages.find(key)
         return keys
 
+    def _are_moving(self, keys: list[bytes]) -> bool:
+        """Return True if any of these objects is moving."""
+        return self._copies.is_busy and any(map(self._is_moving, keys))
+
     def _is_moving(self, key: bytes) -> bool:
         """Return True if a page of this object is being copied, or an earlier page with its key is not erased yet."""
         if not self._copies.is_busy:
@@ -208,7 +259,12 @@ class Objects:
         self._unpin([key])
         return not space.segment.extents[address.extent].children[address.frame]
 
-    def drop(self, key: bytes, out: list[do.Instruction]) -> None:
+    def replace(self, key: bytes, out: list[do.Instruction]) -> None:
+        """Drop an object that another one replaces. If its group is complete, all members of the group leave."""
+        for each in self._groups.replaced_with(key):
+            self.drop(each, out)
+
+    def drop(self, key: bytes, out: list[do.Instruction], kind: str = "dropped", reason: str = "deleted") -> None:
         """Drop an object from all tiers, the lowest first, so that after a kill no reboot finds a remaining page. Pins
         of its pages end."""
         spaces = self._spaces[::-1]
@@ -233,7 +289,9 @@ class Objects:
             roots = [space.pages.root_of(address) for address in addresses]
             space.pages.retire(addresses, out)
             spans = spans_at(space.segment, addresses)
-            out.append(do.Unindex(dropped, space.tier, "dropped", "deleted", roots, spans))
+            out.append(do.Unindex(dropped, space.tier, kind, reason, roots, spans))
+            if kind == "evicted":
+                space.pages.counters[f"evicted_{reason}"] += len(dropped)
 
 
 _ALONE = standings_of(0, 0, 1)
@@ -264,12 +322,18 @@ class ObjectBatches:
         if not spans or not _are_heads_valid(event, keys, root, spans):
             reason = "must be whole objects, each with an object's head"
             return [do.Reply(Status.INVALID, detail={"field": "pages", "reason": reason})]
+        members: dict[ObjectGroup, list[bytes]] = {}
+        for row, group in groups_in(event.rows).items():
+            members.setdefault(group, []).append(keys[row])
+        refusal = self._objects.refusal(members) if members else None
+        if refusal is not None:
+            return [refusal]
         out: list[do.Instruction] = []
         statuses = self._statuses(event, keys, root, spans)
         for i, (_, stop) in enumerate(spans):
             key = keys[stop - 1]
             if statuses[i] == Status.OK and event.replaces[stop - 1] != NOWHERE:
-                self._objects.drop(key, out)
+                self._objects.replace(key, out)
                 if self._objects.find(key) is not None:
                     statuses[i] = Status.PRESENT  # the old object has a child, and stays
         number = self._writing.tenants.number(root)

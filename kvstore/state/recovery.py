@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.model.objects import ObjectGroup
 from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameClass, FrameState, Tier
 from kvstore.state import instructions as do
 from kvstore.state import prefix_links
@@ -51,6 +52,7 @@ class StoredExtent:
     writers: Words
     sound: npt.NDArray[np.bool_]  # the checksum of the identity matches
     tier: Tier = Tier.DRAM
+    memberships: dict[int, ObjectGroup] = field(default_factory=dict)  # of the heads of objects, by frame
 
 
 _STATE = np.uint64(0xFF)
@@ -123,6 +125,7 @@ def recover(
             _recover_leases(state, table, now_ns, out)
     for space in state.spaces.values():
         _drop_unsound(state, space, [table for table in extents if table.tier == space.tier], out)
+    _recover_groups(state, extents)
     state.segment.quarantine(quarantined or {})
     for sessions in state.segment.quarantined.values():
         for session in sessions:
@@ -257,6 +260,16 @@ def _recover_leases(state: NodeState, table: StoredExtent, now_ns: int, out: lis
         state.leases.add((UNKNOWN_SESSION, table.number << 32 | frame), [address], until_ns)
     expired = np.flatnonzero(~leased & (states == RETIRING)).tolist()
     state.space.pages.free([Address(table.number, frame, 0) for frame in expired], out)
+
+
+def _recover_groups(state: NodeState, extents: list[StoredExtent]) -> None:
+    """Take in the members of groups that are sealed in any tier."""
+    for table in extents:
+        states = state.spaces[table.tier].segment.extents[table.number].state
+        for frame, group in table.memberships.items():
+            if states[frame] == SEALED:
+                state.groups.restore(bytes(table.snapshot.keys[frame]).ljust(KEY_BYTES, b"\0"), group)
+    state.groups.settle()
 
 
 def _drop_unsound(state: NodeState, space: Space, extents: list[StoredExtent], out: list[do.Instruction]) -> None:

@@ -76,7 +76,7 @@ from kvstore.model.objects import object_root
 from kvstore.model.prefix import Keys, root_of
 from kvstore.model.replica import KEY_BYTES, TIERS, FrameClass, Tier
 
-VERSION: Final = 4
+VERSION: Final = 5
 MAGIC: Final = int.from_bytes(b"KVT", "little") | VERSION << 24
 HEAD: Final = struct.Struct("<IHHII")
 KIB: Final = 1 << 10

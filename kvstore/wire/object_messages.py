@@ -4,7 +4,8 @@ OBJECTS names objects of one salt by their keys, and for each one the largest va
 sends first what it knows about each object, then the bytes of the values that are within their limits::
 
     OBJECTS   length of the salt u32, objects u32 | salt | limits u64[objects] | lengths of keys u16[objects] | keys
-    HEADS     per object: bytes of the value i64 (-1: there is none), bytes of a page u32, nonce
+    HEADS     per object: bytes of the value i64 (-1: there is none), bytes of a page u32, members of its group u32 (0:
+              none), the hash of the group, nonce
     PARTS     parts u32 | per part: object u32, first page u32, pages u32 | one checksum u32 per page | the bytes of
               all these pages, end to end
     PARTS     ...
@@ -28,14 +29,15 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.objects import KEY_BYTES_MAX, NONCE_BYTES, PAGE_SIZES, pieces_of
+from kvstore.model.objects import KEY_BYTES_MAX, MEMBERS_MAX, NO_GROUP, NONCE_BYTES, ObjectGroup, pieces_of
+from kvstore.model.replica import KEY_BYTES, OBJECT_PAGE_BYTES
 from kvstore.wire.data import BODY_MAX, SALT_BYTES_MAX, FrameKind, WireError
 
 OBJECTS_MAX: Final = 1024  # in one request
 VALUE_BYTES_MAX: Final = 1 << 36  # a larger value is not read from other nodes
 PARTS_MAX: Final = 4096  # in one PARTS
 _REQUEST: Final = struct.Struct("<II")
-_HEAD: Final = struct.Struct(f"<qI{NONCE_BYTES}s")
+_HEAD: Final = struct.Struct(f"<qII{KEY_BYTES}s{NONCE_BYTES}s")
 _PARTS: Final = struct.Struct("<I")
 _PART: Final = struct.Struct("<III")
 
@@ -115,12 +117,13 @@ class ObjectFacts(NamedTuple):
 
     Attributes:
         page_bytes: the size of its pages; the last one has only the rest of the value.
-        nonce: see ``model.objects``.
+        nonce, group: see ``model.objects``. A member of a group that is not complete is not stored for other nodes.
     """
 
     value_bytes: int
     page_bytes: int
     nonce: bytes
+    group: ObjectGroup = NO_GROUP
 
     @property
     def pages(self) -> int:
@@ -134,8 +137,12 @@ class ObjectFacts(NamedTuple):
 
 def pack_heads(facts: Sequence[ObjectFacts | None]) -> bytes:
     """Return the body of HEADS; None for an object that is not stored."""
-    missing = _HEAD.pack(-1, 0, b"")
-    return b"".join([_HEAD.pack(*each) if each is not None else missing for each in facts])
+    packed = [_HEAD.pack(-1, 0, 0, b"", b"")] * len(facts)
+    for position, each in enumerate(facts):
+        if each is not None:
+            hash_, members = each.group
+            packed[position] = _HEAD.pack(each.value_bytes, each.page_bytes, members, hash_, each.nonce)
+    return b"".join(packed)
 
 
 def unpack_heads(body: Body, count: int) -> list[ObjectFacts | None]:
@@ -143,13 +150,16 @@ def unpack_heads(body: Body, count: int) -> list[ObjectFacts | None]:
     if len(body) != count * _HEAD.size:
         raise WireError(f"heads: must have {count * _HEAD.size} bytes (got {len(body)})")
     facts: list[ObjectFacts | None] = []
-    for value_bytes, page_bytes, nonce in _HEAD.iter_unpack(body):
+    for value_bytes, page_bytes, members, hash_, nonce in _HEAD.iter_unpack(body):
         if value_bytes < 0:
             facts.append(None)
             continue
-        if value_bytes > VALUE_BYTES_MAX or page_bytes not in PAGE_SIZES:
+        if value_bytes > VALUE_BYTES_MAX or page_bytes not in OBJECT_PAGE_BYTES:
             raise WireError(f"heads: must be a possible value (got {value_bytes} bytes in pages of {page_bytes})")
-        facts.append(ObjectFacts(value_bytes, page_bytes, nonce))
+        if members > MEMBERS_MAX:
+            raise WireError(f"heads: must have at most {MEMBERS_MAX} members in a group (got {members})")
+        group = ObjectGroup(hash_, members) if members else NO_GROUP
+        facts.append(ObjectFacts(value_bytes, page_bytes, nonce, group))
     return facts
 
 

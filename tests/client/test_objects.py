@@ -13,10 +13,10 @@ from kvstore import Layout, Store
 from kvstore.client.local.object_batches import find_head
 from kvstore.errors import InvalidRequest, LeaseBroken
 from kvstore.model import objects
-from kvstore.model.replica import ADDRESS, Status, Tier
+from kvstore.model.replica import ADDRESS, OBJECT_PAGE_BYTES, Status, Tier
 from tests.helpers.inside import node_of
 
-SIZES = [0, 1, *(size + step for size in objects.PAGE_SIZES for step in (-1, 0, 1)), 3 << 20, 50 << 20]
+SIZES = [0, 1, *(size + step for size in OBJECT_PAGE_BYTES for step in (-1, 0, 1)), 3 << 20, 50 << 20]
 
 
 @pytest.fixture

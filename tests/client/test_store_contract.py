@@ -648,6 +648,53 @@ def test_many_objects(store: Store, salt: str) -> None:
     assert store.contains(names, salt) == [True, False, *[True] * 8, False, False]
 
 
+def test_members_of_a_group_are_found_once_all_are_stored(store: Store, salt: str) -> None:
+    names, group = [f"rank/{i}" for i in range(4)], {"group": "prompt 1", "count": 4}
+    values = [bytes([i]) * (9000 * i**3 + 1) for i in range(4)]  # of one page and of several
+    outs = [bytearray(len(value)) for value in values]
+    assert store.put_many(names[:2], values[:2], salt, **group) == [True, True]
+    assert store.put(names[2], values[2], salt, wait=False, **group)
+    assert not any(store.contains(names, salt)) and store.get_many(names, outs, salt) == [-1] * 4
+    assert store.get(names[0], salt=salt) is None and store.size(names[0], salt) is None
+    with pytest.raises(InvalidRequest, match=r"^count: must be 4, as for other members .* .got 5."):
+        store.put(names[3], values[3], salt, group="prompt 1", count=5)
+    assert store.put_many(names, values, salt, **group) == [False, False, False, True]
+    assert store.contains(names, salt) == [True] * 4 and store.contains("rank/3", salt) is True
+    assert store.get_many(names, outs, salt) == [len(value) for value in values]
+    assert [bytes(out) for out in outs] == values and bytes(store.get(names[3], salt=salt)) == values[3]
+    with pytest.raises(InvalidRequest, match="^group: must have room"):
+        store.put("rank/4", b"a fifth one", salt, **group)
+    assert store.put(names[1], b"new", salt, replace=True, **group)
+    assert not any(store.contains(names, salt)), "a group is never found with old and new values"
+    assert store.put_many(names, values, salt, **group) == [True, False, True, True]
+    assert bytes(store.get(names[1], salt=salt)) == b"new" and store.size(names[3], salt) == len(values[3])
+    assert store.delete(names[2], salt) == 1 and not any(store.contains(names, salt))
+
+
+def test_groups_of_other_names_and_salts_are_others(store: Store, salt: str) -> None:
+    for name, group, count in (("a", "g", 2), ("b", "h", 2), ("c", None, 0)):
+        assert store.put(name, b"1", salt, group=group, count=count)
+    assert store.put("d", b"1", salt + "x", group="g", count=2)
+    assert store.contains(["a", "b", "c"], salt) == [False, False, True] and not store.contains("d", salt + "x")
+    assert store.put("e", b"1", salt, group="h", count=2)
+    assert store.contains(["a", "b", "e"], salt) == [False, True, True]
+    assert store.put("a", b"2", salt), "no reader finds it, so it gives way"
+    assert bytes(store.get("a", salt=salt)) == b"2" and not store.put("a", b"3", salt, group="g", count=2)
+    assert store.put("alone", b"1", salt, group="one", count=1) and store.contains("alone", salt)
+    assert store.clear("a", salt) == 2 and store.clear("", salt) == 3
+
+
+@pytest.mark.parametrize(
+    ("group", "count", "field"), [("g", 0, "count"), (None, 2, "count"), ("g", 4097, "count"), ("", 1, "group")]
+)
+def test_a_group_needs_a_name_and_a_count(store: Store, salt: str, group: Any, count: int, field: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: "):
+        store.put("k", b"1", salt, group=group, count=count)
+    with pytest.raises(InvalidRequest, match="^keys: must be at most 1, the count of their group"):
+        store.put_many(["a", "b"], [b"1", b"2"], salt, group="g", count=1)
+    assert store.contains(["k", "a", "b"], salt) == [False] * 3
+
+
 def test_objects_are_cleared_by_prefix(store: Store, cache: PrefixCache, salt: str) -> None:
     """All of the salt whose key begins so, byte by byte; nothing else, no pages, and nothing of another salt."""
     keys = cache.keys(tokens(2))

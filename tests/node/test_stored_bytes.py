@@ -28,11 +28,11 @@ CLASS = FrameClass(page_bytes=12_000, page_tokens=15, layers=3)
 FRAMES, INCARNATION, INDEX_BYTES = 8, 7, 4 << 20
 DRAM, NVME = 1, 2  # extents
 STORED = {
-    "records of DRAM": "2dd11ebb7742098c",
-    "uses of DRAM": "7fa7f6453a1d09e1",
-    "records of NVMe": "4a4e5dca842e06b4",
-    "uses of NVMe": "d31ed995c962d7fe",
-    "header on NVMe": "1b88349c6d9d9d1a",
+    "records of DRAM": "7ed5d4e465ebf357",
+    "uses of DRAM": "6efee6fdac7842f9",
+    "records of NVMe": "0244b0fad8982bb3",
+    "uses of NVMe": "baf352fedad70ca0",
+    "header on NVMe": "0949d1154a7fc14a",
 }
 
 

@@ -56,14 +56,14 @@ def test_an_extent_holds_as_many_frames_as_fit(page_bytes: int, extent_bytes: in
     frames = geometry.frames_in(extent_bytes, shape)
 
     def needs(count: int) -> int:
-        return geometry.directory_bytes(count) + count * geometry.stride_bytes(shape)
+        return geometry.directory_bytes(shape, count) + count * geometry.stride_bytes(shape)
 
     assert frames == 0 or needs(frames) <= extent_bytes
     assert needs(frames + 1) > extent_bytes
     assert (
         geometry.header_bytes(shape) % 4096
         == geometry.stride_bytes(shape) % 4096
-        == geometry.directory_bytes(frames) % 4096
+        == geometry.directory_bytes(shape, frames) % 4096
         == 0
     )
     assert shape.lean.row_bytes == 96
@@ -114,7 +114,7 @@ def test_a_sound_header_of_something_else_has_a_reason() -> None:
     assert unpack(sound, FrameClass(100, 5, 4), 99, 7, 3, 9) == "header"  # more payload than such a page has
     assert unpack(np.zeros(4096, np.uint8), CLASS, 99, 7, 3) == "header"
     newer = sound.copy()
-    newer[8] = 2
+    newer[8] = frame_header.VERSION + 1
     assert unpack(newer, CLASS, 99, 7, 3, 9) == "version"
 
 
@@ -195,7 +195,7 @@ def foreign(disk: MemoryDisk, what: str) -> None:
         ("a file system made over it", "is a kvstore target at one end only"),
         ("another's end", "is a kvstore target at one end only"),
         ("both tables", "both copies of its extent table are damaged"),
-        ("next version", "must have format 2 .got 9."),
+        ("next version", "must have format 3 .got 9."),
     ],
 )
 def test_what_is_not_ours_is_left_alone(what: str, reason: str) -> None:

@@ -101,6 +101,20 @@ class Remote:
         self.node.close()
 
 
+def test_members_are_read_while_their_group_is_complete(store: Store, remote: Remote) -> None:
+    group = {"group": "g", "count": 3}
+    sizes = {"a": 5, "b": 300_000, "c": 5000}
+    values = {name: os.urandom(size) for name, size in sizes.items()}
+    names = [name.encode() for name in sizes]
+    assert store.put_many(["a", "b"], [values["a"], values["b"]], **group) == [True, True]
+    assert remote.read(names) == remote.pool.find("", names) == [None] * 3
+    assert store.put("c", values["c"], **group)
+    assert remote.read(names) == list(values.values())
+    facts = remote.pool.find("", names)
+    assert len({its.group for its in facts if its is not None}) == 1 and facts[0].group.members == 3
+    assert store.delete("c") == 1 and remote.read(names) == [None] * 3
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     with kvstore.open(dram="16MiB", nvme=f"{tmp_path}/n:64MiB") as store:

@@ -1,11 +1,13 @@
 """Opaque objects over power losses, kills and reboots at any step of the disks: no old or deleted value comes back.
 
 The machine is that of ``test_power_loss``. A model keeps, per key, which values a get may bring: the last one that was
-acknowledged, and of puts, replacements and deletions that were cut short both what was before and what was meant.
+acknowledged, and of puts, replacements and deletions that were cut short both what was before and what was meant. Of
+groups, a get finds all members or none, each with the value that was put.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from tests.helpers.worlds.power_world import Clock, Disks, World
 SEEDS, LIVES, STEPS = 24, 5, 30
 KEYS = [f"key {i}" for i in range(10)]
 SIZES = (0, 1, 3000, 4096, 9000, 20_000, 60_000)  # up to 16 KiB in pages of 4 KiB; DRAM has 64 of them
+GROUPS, MEMBERS = 4, 3
 
 
 class ObjectWorld(World):
@@ -65,6 +68,9 @@ class ObjectWorld(World):
         steps = (
             (lambda: self.put_one(key), 8),
             (lambda: self.delete_one(key), 3),
+            (self.put_group, 4),
+            (self.delete_group, 1),
+            (self.look_at_groups, 2),
             (lambda: self.look_at(key), 4),
             (self.move, 6),
             (self.checkpoint, 3),
@@ -108,10 +114,42 @@ class ObjectWorld(World):
         if self.store.contains(key) is False:
             assert value is None or self.store.get(key) is None
 
+    def put_group(self) -> None:
+        """Some members of a group, or all of them."""
+        group = self.random.randrange(GROUPS)
+        chosen = self.random.sample(range(MEMBERS), self.random.randint(1, MEMBERS))
+        keys = [f"group {group}/{member}" for member in chosen]
+        with contextlib.suppress(OutOfSpace):
+            self.store.put_many(keys, [value_of_member(key) for key in keys], group=f"group {group}", count=MEMBERS)
+
+    def delete_group(self) -> None:
+        """By one of its members."""
+        group = self.random.randrange(GROUPS)
+        if self.store.delete(f"group {group}/{self.random.randrange(MEMBERS)}"):
+            assert not any(self.store.contains([f"group {group}/{member}" for member in range(MEMBERS)]))
+            self.happened["groups deleted"] += 1
+
+    def look_at_groups(self) -> None:
+        """What is found of a group is all of it."""
+        for group in range(GROUPS):
+            keys = [f"group {group}/{member}" for member in range(MEMBERS)]
+            outs = [bytearray(len(value_of_member(key))) for key in keys]
+            sizes = self.store.get_many(keys, outs)
+            assert sizes in ([-1] * MEMBERS, list(map(len, outs))), f"a group is found in part: {sizes}"
+            if sizes[0] >= 0:
+                assert [bytes(out) for out in outs] == list(map(value_of_member, keys))
+                self.happened["groups found"] += 1
+
     def look(self) -> None:
         """At all keys."""
         for key in KEYS:
             self.look_at(key)
+        self.look_at_groups()
+
+
+def value_of_member(key: str) -> bytes:
+    """Values of one page and of several."""
+    return key.encode() * (1000 if key.endswith("2") else 30)
 
 
 @pytest.fixture
@@ -154,5 +192,16 @@ def test_nothing_old_or_deleted_comes_back(machine: Callable[[int], ObjectWorld]
             error.add_note(f"seed {seed}: {dict(world.happened)}")
             raise
         happened += world.happened
-    for what in ("cut short", "end power", "end kill", "stored", "deleted", "found", "pages_saved", "pages_adopted"):
+    for what in (
+        "cut short",
+        "end power",
+        "end kill",
+        "stored",
+        "deleted",
+        "found",
+        "groups found",
+        "groups deleted",
+        "pages_saved",
+        "pages_adopted",
+    ):
         assert happened[what] > 5, f"{what} happened {happened[what]} times: {happened}"

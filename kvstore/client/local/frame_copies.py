@@ -1,17 +1,17 @@
-"""Copies between device memory and frames of a node's memory."""
+"""Copies between device memory and frames of a node's memory, and between the parts of a value and frames."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.buffers import DeviceRows
-from kvstore.client.device_link import COPY_DEADLINE_S, link_of
+from kvstore.client.buffers import DevicePart, DeviceRows
+from kvstore.client.device_link import COPY_DEADLINE_S, DeviceCopies, link_of
 from kvstore.client.local.copying import checksums_of, count_in_place
 from kvstore.client.local.grants import GrantPool
 from kvstore.client.local.index_lookup import locate
@@ -20,6 +20,8 @@ from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.client.local.verify_hit import Run, prove
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION
+from kvstore.client.value_buffers import Part
+from kvstore.device.host_memory import copy
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address
@@ -190,3 +192,52 @@ def frame_runs(addresses: list[Address]) -> list[tuple[int, int, int, int]]:
             runs.append((previous.extent, addresses[start].frame, start, i))
             start = i
     return runs
+
+
+PageFrame = tuple[MappedExtent, int]
+"""The extent and the frame of a page."""
+
+
+class ValuePiece(NamedTuple):
+    """Adjacent bytes of a value that are in one part of its buffers and in one page: ``size`` bytes, from byte
+    ``in_part`` of the part and from byte ``in_page`` of the frame."""
+
+    part: Part
+    in_part: int
+    extent: MappedExtent
+    frame: int
+    in_page: int
+    size: int
+
+    def copy(self, copies: DeviceCopies, *, to_page: bool) -> None:
+        """Copy the bytes, or add their copy to ``copies`` if the part is device memory."""
+        part, in_part, extent, frame, in_page, size = self
+        if isinstance(part, DevicePart):
+            copies.add(part, in_part, extent.address(frame, in_page), size)
+            return
+        in_memory, in_frame = part[in_part : in_part + size], extent.pages[frame, in_page : in_page + size]
+        if to_page:
+            copy(in_frame, in_memory)
+        else:
+            copy(in_memory, in_frame)
+
+
+def value_pieces(
+    pages: Sequence[PageFrame], parts: Sequence[Part], value_bytes: int, start: int = 0
+) -> Iterator[ValuePiece]:
+    """Cut a value of ``value_bytes`` wherever a page or a part ends, and yield the pieces in order. The pages have the
+    value from byte ``start`` on; the parts have all of it."""
+    page_bytes = pages[0][0].page_bytes
+    offset, stop = start, min(value_bytes, start + len(pages) * page_bytes)
+    rest, part_start, part_stop = iter(parts), 0, 0
+    part: Part | None = None
+    while offset < stop:
+        while offset >= part_stop:
+            part = next(rest)
+            part_start, part_stop = part_stop, part_stop + part.size
+        assert part is not None, "the parts have all of the value"
+        extent, frame = pages[(offset - start) // page_bytes]
+        in_page = (offset - start) % page_bytes
+        size = min(page_bytes - in_page, part_stop - offset, stop - offset)
+        yield ValuePiece(part, offset - part_start, extent, frame, in_page, size)
+        offset += size

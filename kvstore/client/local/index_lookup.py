@@ -14,15 +14,17 @@ it under a new epoch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from kvstore.client.local.node import MappedNode
 from kvstore.client.local.tier_reader import LowerReader
+from kvstore.errors import InvalidRequest
+from kvstore.model.objects import ObjectGroup
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, Tier
 from kvstore.shm.header import Header
-from kvstore.shm.index import Index, IndexDamaged
+from kvstore.shm.index import GROUP_ENTRY, Index, IndexDamaged
 
 _EPOCH, _INCARNATION, _MOUNTS = Header.epoch.position, Header.incarnation.position, Header.mounts.position
 INDEX_READS_MAX = 8  # reads of the index while the node is taking in published pages
@@ -81,16 +83,66 @@ def find_published(mapped: MappedNode, hashes: list[bytes]) -> list[bytes | None
     Raises:
         IndexDamaged: the index cannot be read.
     """
-    published, tier = mapped.published, mapped.dram.tier
+    tier = mapped.dram.tier
+    return _with_published(mapped, hashes, lambda: mapped.index.find_many(tier, hashes))
+
+
+def find_groups(mapped: MappedNode, hashes: list[bytes]) -> list[bytes | None]:
+    """Return the index's entry of each complete group; None for a group that is not complete. Published members count,
+    as in ``find_published``. Raises IndexDamaged."""
+    return _with_published(mapped, hashes, lambda: mapped.index.find_groups(hashes))
+
+
+Member = tuple[ObjectGroup, bytes]
+"""A complete group, and its entry in the index. The entry differs if the group was incomplete in between."""
+
+
+def complete_groups(mapped: MappedNode, groups: Iterable[ObjectGroup]) -> dict[ObjectGroup, bytes]:
+    """Return the entry of each of these groups that is complete."""
+    distinct = list(dict.fromkeys(groups))
+    try:
+        entries = find_groups(mapped, [group.hash for group in distinct])
+    except IndexDamaged:
+        return {}
+    return {
+        group: entry
+        for group, entry in zip(distinct, entries, strict=True)
+        if entry is not None and GROUP_ENTRY.unpack(entry)[0] == group.members
+    }
+
+
+def check_count(mapped: MappedNode, group: ObjectGroup) -> None:
+    """Raise InvalidRequest if the group is complete with another count. If it is not complete, the node checks this."""
+    try:
+        entry = find_groups(mapped, [group.hash])[0]
+    except IndexDamaged:
+        return
+    members = GROUP_ENTRY.unpack(entry)[0] if entry is not None else group.members
+    if members != group.members:
+        raise InvalidRequest("count", f"must be {members}, as for other members of the group (got {group.members})")
+
+
+def lost_members(mapped: MappedNode, members: dict[int, Member]) -> list[int]:
+    """Return the positions of members whose group was incomplete at some moment since their entry was read."""
+    complete = complete_groups(mapped, [group for group, _ in members.values()])
+    return [position for position, (group, entry) in members.items() if complete.get(group) != entry]
+
+
+def _with_published(
+    mapped: MappedNode, hashes: list[bytes], find: Callable[[], list[bytes | None]]
+) -> list[bytes | None]:
+    """Return what ``find`` reads from the index for ``hashes``, after the node has taken in published pages whose
+    records contain one that is missing."""
+    published = mapped.published
     seen: bytes | None = 2 * published.drained
-    raws = mapped.index.find_many(tier, hashes)
+    raws = find()
     for _ in range(INDEX_READS_MAX):
         if None not in raws or seen is None or (published.is_unchanged(seen) and mapped.words[_EPOCH] == mapped.epoch):
             break
         missing = [key for key, raw in zip(hashes, raws, strict=True) if raw is None]
         seen = _take_in(mapped, partial(list, missing), seen)
         if seen is not None:
-            raws = mapped.index.find_many(tier, hashes)
+            raws = find()
     return raws
 
 

@@ -4,6 +4,9 @@
 is proven like a page (see ``verify_hit``): its frame's word says SEALED under the generation that the index names, and
 its record contains the whole key. ``find_head`` does the same for one name.
 
+A member of a group is found only if the index lists the group as complete, which is read after the heads. So all
+members were stored at that moment. Puts and deletes also see the members of incomplete groups (``stored_heads``).
+
 ``read_objects`` finds heads and pieces in two index transactions, copies the values, and then compares all generations
 again. It leaves objects that are not in DRAM, or that have changed, to the caller, which reads them one by one.
 
@@ -27,11 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import failpoint
-from kvstore.client.buffers import DevicePart, DeviceRows, Rows
+from kvstore.client.buffers import DeviceRows, Rows
 from kvstore.client.device_link import DeviceCopies
-from kvstore.client.local.frame_copies import device_writes, frames_of, leased_for_copy
+from kvstore.client.local.frame_copies import PageFrame, device_writes, frames_of, leased_for_copy, value_pieces
 from kvstore.client.local.grants import BATCH_BYTES, GrantPool, Purpose, is_still_granted
-from kvstore.client.local.index_lookup import find_published
+from kvstore.client.local.index_lookup import Member, complete_groups, find_published
 from kvstore.client.local.node import MappedNode
 from kvstore.client.local.publisher import PendingReply
 from kvstore.client.local.put import LocalPut, SealBatch
@@ -41,9 +44,11 @@ from kvstore.client.value_buffers import Part, Scattered
 from kvstore.device.host_memory import copy
 from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import (
+    NO_GROUP,
     RANDOM_BYTES,
     About,
     HeadRows,
+    ObjectGroup,
     class_for,
     is_object_class,
     key_hash,
@@ -139,19 +144,32 @@ class DramHeads:
         frames: the frames of the heads.
         heads: for each name, extent, frame and value size of its head; None if no head is proven.
         large: for objects with pieces, the number of pieces and their nonce, by position.
-        other: positions of names whose key belongs to another object.
+        groups: for members of groups, complete or not, their group, by position.
+        members: for members of complete groups, their membership, by position.
+        other: positions of names whose key belongs to another object, or whose head is hidden.
+
+    Args:
+        keys: the keys of all names, if the caller has computed them.
+        hidden: heads of groups that are not complete are found too, as puts and deletes need.
     """
 
-    __slots__ = ("keys", "raws", "frames", "heads", "large", "other")
+    __slots__ = ("keys", "raws", "frames", "heads", "large", "groups", "members", "other")
 
     def __init__(
-        self, mapped: MappedNode, root: bytes, names: Sequence[bytes], keys: list[bytes] | None = None
+        self,
+        mapped: MappedNode,
+        root: bytes,
+        names: Sequence[bytes],
+        keys: list[bytes] | None = None,
+        hidden: bool = False,
     ) -> None:
         self.keys = keys if keys is not None else [key_hash(root, name) for name in names]
         self.raws: list[bytes | None] = []
         self.frames: list[GatheredFrames] = []
         self.heads: list[tuple[MappedExtent, int, int] | None] = [None] * len(names)
         self.large: dict[int, tuple[int, bytes]] = {}
+        self.groups: dict[int, ObjectGroup] = {}
+        self.members: dict[int, Member] = {}
         self.other: set[int] = set()
         try:
             self.raws = find_published(mapped, self.keys)
@@ -161,6 +179,13 @@ class DramHeads:
             if is_object_class(frames.extent.frame_class):
                 self.frames.append(frames)
                 self._prove(frames, root, names)
+        if self.groups:
+            complete = complete_groups(mapped, self.groups.values())
+            self.members = {at: (group, complete[group]) for at, group in self.groups.items() if group in complete}
+            for position in [] if hidden else self.groups.keys() - self.members.keys():
+                self.heads[position] = None
+                self.large.pop(position, None)
+                self.other.add(position)
 
     def _prove(self, frames: GatheredFrames, root: bytes, names: Sequence[bytes]) -> None:
         records, heads, keys, extent = HeadRows(frames.rows, root), self.heads, self.keys, frames.extent
@@ -170,36 +195,45 @@ class DramHeads:
                 heads[position] = extent, frame, sizes[i]
                 if pieces[i]:
                     self.large[position] = pieces[i], records.nonce(i)
+                if records.members[i]:
+                    self.groups[position] = records.group(i)
             elif int(extent.words[frame]) == int(frames.words[i]):  # otherwise the object may be in a lower tier now
                 self.other.add(position)
 
 
-def find_heads(
-    mapped: MappedNode, root: bytes, names: Sequence[bytes], keys: list[bytes] | None = None
-) -> list[bytes | None]:
-    """Return the address of each object's head, in any tier; None if there is none, or if the key belongs to another
-    object.
+def find_heads(mapped: MappedNode, root: bytes, names: Sequence[bytes]) -> list[bytes | None]:
+    """Return the address of each object's head, in any tier; None if there is none, if its group is not complete, or if
+    the key belongs to another object."""
+    return stored_heads(mapped, root, names, hidden=False)[0]
+
+
+def stored_heads(
+    mapped: MappedNode, root: bytes, names: Sequence[bytes], keys: list[bytes] | None = None, hidden: bool = True
+) -> tuple[list[bytes | None], dict[int, ObjectGroup]]:
+    """Return the address of each object's head; None if there is none, or if the key belongs to another object.
 
     Args:
         keys: the keys of the names, if the caller has computed them.
+        hidden: heads of groups that are not complete are found too. Their groups are returned by position.
     """
-    dram = DramHeads(mapped, root, names, keys)
+    dram = DramHeads(mapped, root, names, keys, hidden)
+    groups = {position: group for position, group in dram.groups.items() if position not in dram.members}
     addresses = [raw if head is not None else None for raw, head in zip(dram.raws, dram.heads, strict=False)]
     addresses += [None] * (len(names) - len(addresses))
     missing = [position for position, raw in enumerate(addresses) if raw is None and position not in dram.other]
-    for position, lower in find_lower_heads(mapped, root, names, dram.keys, missing).items():
+    for position, lower in find_lower_heads(mapped, root, names, dram.keys, missing, hidden).items():
         addresses[position] = lower.address
-    return addresses
-
-
-PageFrame = tuple[MappedExtent, int]
-"""The extent and the frame of a page."""
+        if lower.about.group.members and lower.member is None:
+            groups[position] = lower.about.group
+    return addresses, groups
 
 
 def read_objects(
     mapped: MappedNode, root: bytes, names: Sequence[bytes], targets: Sequence[Rows | Scattered]
-) -> list[int | None]:
-    """Copy objects from DRAM into their targets. Return the size of each; None if it could not be read in this way.
+) -> tuple[list[int | None], dict[int, Member]]:
+    """Copy objects from DRAM into their targets. Return the size of each, and which of them are members of groups.
+
+    The size is None if the object could not be read in this way, and -1 if its group is not complete.
 
     Frames that a device copies are leased until the copy's event, if the node answers.
 
@@ -251,7 +285,9 @@ def read_objects(
         if sizes[position] is not None:
             row_number, count = mapped.row(object_pieces[0][0].frame_class), len(object_pieces)
             mapped.counters.got(row_number, count, count, 0, "")
-    return sizes
+    for position in dram.groups.keys() - dram.members.keys():
+        sizes[position] = -1
+    return sizes, {position: member for position, member in dram.members.items() if sizes[position] is not None}
 
 
 def find_pieces(
@@ -273,7 +309,7 @@ def find_pieces(
     for owner, (count, nonce) in large.items():
         head = dram.heads[owner]
         assert head is not None, "a large object has a proven head"
-        about = About(names[owner], head[2], count, nonce)
+        about = About(names[owner], head[2], count, nonce, dram.groups.get(owner, NO_GROUP))
         chain = about.piece_keys(root, head[0].frame_class.page_tokens)
         width = len(chain.identity_bytes) // count
         keys += chain.hashes
@@ -300,57 +336,15 @@ def find_pieces(
     return [frames._replace(positions=[owners[piece] for piece in frames.positions]) for frames in gathered], pieces
 
 
-class _Piece(NamedTuple):
-    """Adjacent bytes of a value that are in one part of its buffers and in one page: ``size`` bytes, from byte
-    ``in_part`` of the part and from byte ``in_page`` of the frame."""
-
-    part: Part
-    in_part: int
-    extent: MappedExtent
-    frame: int
-    in_page: int
-    size: int
-
-    def copy(self, copies: DeviceCopies, *, to_page: bool) -> None:
-        """Copy the bytes, or add their copy to ``copies`` if the part is device memory."""
-        part, in_part, extent, frame, in_page, size = self
-        if isinstance(part, DevicePart):
-            copies.add(part, in_part, extent.address(frame, in_page), size)
-            return
-        in_memory, in_frame = part[in_part : in_part + size], extent.pages[frame, in_page : in_page + size]
-        if to_page:
-            copy(in_frame, in_memory)
-        else:
-            copy(in_memory, in_frame)
-
-
-def _pieces(pages: Sequence[PageFrame], parts: Sequence[Part], value_bytes: int, start: int = 0) -> Iterator[_Piece]:
-    """Cut a value of ``value_bytes`` wherever a page or a part ends, and yield the pieces in order. The pages have the
-    value from byte ``start`` on; the parts have all of it."""
-    page_bytes = pages[0][0].page_bytes
-    offset, stop = start, min(value_bytes, start + len(pages) * page_bytes)
-    rest, part_start, part_stop = iter(parts), 0, 0
-    part: Part | None = None
-    while offset < stop:
-        while offset >= part_stop:
-            part = next(rest)
-            part_start, part_stop = part_stop, part_stop + part.size
-        assert part is not None, "the parts have all of the value"
-        extent, frame = pages[(offset - start) // page_bytes]
-        in_page = (offset - start) % page_bytes
-        size = min(page_bytes - in_page, part_stop - offset, stop - offset)
-        yield _Piece(part, offset - part_start, extent, frame, in_page, size)
-        offset += size
-
-
 def _copy_pages(pages: Sequence[PageFrame], parts: Sequence[Part], value_bytes: int, copies: DeviceCopies) -> None:
     """Copy the pages of a value, one after the other, into its parts. Copies to devices are added to ``copies``."""
-    for piece in _pieces(pages, parts, value_bytes):
+    for piece in value_pieces(pages, parts, value_bytes):
         piece.copy(copies, to_page=False)
 
 
 class ProvenHead(NamedTuple):
-    """The proven head of an object, at a raw address. ``extent`` is None if the head is not in DRAM."""
+    """The proven head of an object, at a raw address. ``extent`` is None if the head is not in DRAM. ``member`` is set
+    if the object is a member of a complete group."""
 
     about: About
     frame_class: FrameClass
@@ -358,6 +352,7 @@ class ProvenHead(NamedTuple):
     extent: MappedExtent | None
     frame: int
     word: int
+    member: Member | None = None
 
     def copy_to(self, target: Scattered, start: int) -> bool:
         """Copy the end of the value, which the head contains, from DRAM to byte ``start`` of the target. Return False
@@ -369,10 +364,20 @@ class ProvenHead(NamedTuple):
 
 
 def find_lower_heads(
-    mapped: MappedNode, root: bytes, names: Sequence[bytes], keys: Sequence[bytes], missing: list[int]
+    mapped: MappedNode,
+    root: bytes,
+    names: Sequence[bytes],
+    keys: Sequence[bytes],
+    missing: list[int],
+    hidden: bool = False,
 ) -> dict[int, ProvenHead]:
-    """Return the heads of objects in lower tiers, by position. ``missing``: the positions of the objects to find, which
-    are not in DRAM. ``keys`` are the keys of all ``names``."""
+    """Return the heads of objects in lower tiers, by position.
+
+    Args:
+        keys: the keys of all ``names``.
+        missing: the positions of the objects to find, which are not in DRAM.
+        hidden: heads of groups that are not complete are found too.
+    """
     heads: dict[int, ProvenHead] = {}
     for reader in mapped.lower.values() if missing else ():
         try:
@@ -392,11 +397,30 @@ def find_lower_heads(
             ):
                 heads[position] = ProvenHead(about[1], head.frame_class, raw, None, 0, 0)
         missing = still_missing
+    groups = {position: head.about.group for position, head in heads.items() if head.about.group.members}
+    complete = complete_groups(mapped, groups.values()) if groups else {}
+    for position, group in groups.items():
+        if group in complete:
+            heads[position] = heads[position]._replace(member=(group, complete[group]))
+        elif not hidden:
+            del heads[position]
     return heads
 
 
 def find_head(mapped: MappedNode, root: bytes, name: bytes) -> ProvenHead | None:
-    """Return the head of an object, in any tier; None if there is none, or if the key belongs to another object."""
+    """Return the head of an object, in any tier; None if there is none, if its group is not complete, or if the key
+    belongs to another object."""
+    head = stored_head(mapped, root, name)
+    if head is None or not head.about.group.members:
+        return head
+    group = head.about.group
+    entry = complete_groups(mapped, [group]).get(group)
+    return head._replace(member=(group, entry)) if entry is not None else None
+
+
+def stored_head(mapped: MappedNode, root: bytes, name: bytes) -> ProvenHead | None:
+    """Return the head of an object, in any tier and whether or not its group is complete; None if there is none, or if
+    the key belongs to another object."""
     key = key_hash(root, name)
     try:
         for reader in mapped.tiers:
@@ -418,11 +442,11 @@ def new_nonces(count: int) -> list[bytes]:
     return make_nonces(time.time_ns(), secrets.token_bytes(RANDOM_BYTES * count))
 
 
-def plan_object(mapped: MappedNode, name: bytes, value_bytes: int) -> tuple[FrameClass, About]:
+def plan_object(mapped: MappedNode, name: bytes, value_bytes: int, group: ObjectGroup) -> tuple[FrameClass, About]:
     """Return the frame class and the description of an object to be put."""
-    frame_class = class_for(name, value_bytes, int(mapped.header.extent_bytes))
+    frame_class = class_for(name, value_bytes, int(mapped.header.extent_bytes), group)
     pieces = pieces_of(value_bytes, frame_class.page_bytes)
-    return frame_class, About(name, value_bytes, pieces, new_nonces(1)[0])
+    return frame_class, About(name, value_bytes, pieces, new_nonces(1)[0], group)
 
 
 def copy_from(source: Scattered, start: int, mapped: MappedNode, addresses: list[Address]) -> None:
@@ -433,7 +457,7 @@ def copy_from(source: Scattered, start: int, mapped: MappedNode, addresses: list
         DeviceLost, DeadlineExceeded: see ``DeviceCopies.finish``.
     """
     pages, copies = _frames_to_fill(mapped, addresses), DeviceCopies(to_device=False)
-    for piece in _pieces(pages, source.parts, source.nbytes, start):
+    for piece in value_pieces(pages, source.parts, source.nbytes, start):
         piece.copy(copies, to_page=True)
     copies.finish(_extents_of(pages))
 
@@ -560,6 +584,7 @@ class ObjectsPut:
     Args:
         replace: put objects whose names exist too. The call then waits for the node, which compares what they replace.
         wait: with False, the objects are published where that is possible, without waiting for the node.
+        group: the group of all objects.
         nonces: the nonces of the values, if these are copies of values of another node.
         timeout_s: the longest wait for frames; None for the node's.
     """
@@ -572,6 +597,7 @@ class ObjectsPut:
         sources: Sequence[Scattered],
         replace: bool,
         wait: bool,
+        group: ObjectGroup,
         nonces: Sequence[bytes] | None = None,
         timeout_s: float | None = None,
     ) -> None:
@@ -580,8 +606,11 @@ class ObjectsPut:
         self._mapped, self._root, self._replace = mapped, root, replace
         self._names, self._sources = names, sources
         self._keys = [key_hash(root, name) for name in names]
-        self._publishes = not (wait or replace) and LocalPut.may_publish(mapped)
-        self._replaced = find_heads(mapped, root, names, self._keys)
+        self._group = group
+        self._replaced, groups = stored_heads(mapped, root, names, self._keys)
+        # Members that no reader finds, of groups other than this one, give way to new objects.
+        self._hidden = {position for position, other in groups.items() if other != group}
+        self._publishes = not (wait or replace or self._hidden) and LocalPut.may_publish(mapped)
         self._stored: list[bool | None] = [None] * len(names)
 
     def result(self) -> list[bool | None]:
@@ -615,15 +644,15 @@ class ObjectsPut:
         extent_bytes, replaced = int(self._mapped.header.extent_bytes), self._replaced
         last_class, objects = None, list[_NewObject]()
         for position, (name, source) in enumerate(zip(self._names, self._sources, strict=True)):
-            if replaced[position] is not None and not self._replace:
+            if replaced[position] is not None and not self._may_replace(position):
                 self._stored[position] = False
                 continue
             size = source.nbytes
-            frame_class = class_for(name, size, extent_bytes)
+            frame_class = class_for(name, size, extent_bytes, self._group)
             if frame_class is not last_class:  # usually all values of a call have one class
                 last_class, objects = frame_class, by_class.setdefault(frame_class, [])
             pieces = pieces_of(size, frame_class.page_bytes) if size > frame_class.page_bytes else 0
-            about = About(name, size, pieces, self._nonces[position])
+            about = About(name, size, pieces, self._nonces[position], self._group)
             objects.append(_NewObject(position, about, pieces + 1))
         for frame_class, objects in by_class.items():
             pool = self._mapped.pool(frame_class, self._root if self._publishes else b"")
@@ -676,7 +705,7 @@ class ObjectsPut:
                 extent, frame = pages[first]
                 copy(extent.pages[frame, : about.value_bytes], source.parts[0])  # type: ignore[arg-type]
             else:
-                for piece in _pieces(pages[first : first + count], source.parts, about.value_bytes):
+                for piece in value_pieces(pages[first : first + count], source.parts, about.value_bytes):
                     piece.copy(copies, to_page=True)
             first += count
             if failpoint.ACTIVE:
@@ -743,7 +772,7 @@ class ObjectsPut:
                 self._stored[new.position] = True
                 sealed += new.pages
                 continue
-            if status == _PRESENT and not self._replace:
+            if status == _PRESENT and not self._may_replace(new.position):
                 self._stored[new.position] = False
             # The records show which frames are still granted to this session. All frames of an object have one status.
             # If it is STALE, the node does not list them as granted, so they are never written again.
@@ -752,6 +781,9 @@ class ObjectsPut:
         batch.pool.forfeit(stale)
         self._mapped.counters.put(self._mapped.row(batch.pool.frame_class), sealed)
         return unused
+
+    def _may_replace(self, position: int) -> bool:
+        return self._replace or position in self._hidden
 
     def _word(self, address: Address) -> int:
         extent = self._mapped.dram.extent(address.extent)

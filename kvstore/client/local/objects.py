@@ -12,6 +12,7 @@ from kvstore.client.device_link import BOUNCE_BYTES
 from kvstore.client.local.cache import ORDERED, LocalCache
 from kvstore.client.local.grants import BATCH_BYTES, OVER_QUOTA
 from kvstore.client.local.hints import accepts_hints, name_objects
+from kvstore.client.local.index_lookup import Member, check_count, complete_groups, lost_members
 from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.object_batches import (
     HeadPut,
@@ -22,6 +23,8 @@ from kvstore.client.local.object_batches import (
     find_heads,
     plan_object,
     read_objects,
+    stored_head,
+    stored_heads,
 )
 from kvstore.client.local.peer_reads import LOCAL_WAIT_S
 from kvstore.client.objects import ObjectVerbs, as_scattered, listed, names_of, root_of_salt, sources_of, target_of
@@ -29,10 +32,12 @@ from kvstore.client.value_buffers import Scattered
 from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.objects import (
+    ObjectGroup,
     class_for,
     encode_name,
     encode_names,
     encode_prefix,
+    group_of,
     key_hash,
     object_layout,
     object_root,
@@ -72,21 +77,32 @@ class LocalObjects(ObjectVerbs):
         self._object_caches: dict[tuple[str, FrameClass, bool], LocalCache] = {}
 
     def put_many(
-        self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False, *, wait: bool = True
+        self,
+        keys: Sequence[str],
+        values: Sequence[Any],
+        salt: str = "",
+        replace: bool = False,
+        *,
+        group: str | None = None,
+        count: int = 0,
+        wait: bool = True,
     ) -> list[bool]:
         """Store objects. Return, for each, whether this call has stored it. Raises as ``ObjectVerbs.put_many``."""
         names, sources = sources_of(keys, values)
         root = root_of_salt(salt)
+        members = group_of(root, group, count, len(names))
         mapped = self._node.writable()
         if max([source.nbytes for source in sources], default=0) > mapped.header.extent_bytes // 2:
             for name, source in zip(names, sources, strict=True):
                 _check_size(mapped, name, source.nbytes)
+        if members.members:
+            check_count(mapped, members)
         name_objects(mapped, root, salt)
-        stored = ObjectsPut(mapped, root, names, sources, replace, wait).result()
+        stored = ObjectsPut(mapped, root, names, sources, replace, wait, members).result()
         failure: Unavailable | None = None
         for number in [number for number, is_stored in enumerate(stored) if is_stored is None]:
             try:
-                put = _ObjectPut(self, mapped, root, names[number], sources[number], replace)
+                put = _ObjectPut(self, mapped, root, names[number], sources[number], replace, members)
                 stored[number] = put.result()
             except Unavailable as error:
                 failure = failure or error
@@ -101,16 +117,18 @@ class LocalObjects(ObjectVerbs):
         out_target = Scattered.of(out, "out", writable=True) if out is not None else None
         size_or_value = None
         if out_target is not None and out_target.on_device:
-            size_or_value = self._read_in_place(root, [name], [out_target])[0]
+            size_or_value = self._read_in_place(root, [name], [out_target])[0][0]
         if size_or_value is None:
-            size_or_value = self._get_here(name, root, out_target, salt)
+            size_or_value, _ = self._get_here(name, root, out_target, salt)
+        elif size_or_value < 0:
+            size_or_value = None
         if size_or_value is None and not local and self._node.pool_objects is not None:
             sizes, values = self._read_pool([name], [out_target], salt)
             return values[0] if out_target is None else sizes[0]
         return size_or_value
 
-    def _get_here(self, name: bytes, root: bytes, out_target: Scattered | None, salt: str) -> Any:
-        """Read an object of this node, as ``get`` does."""
+    def _get_here(self, name: bytes, root: bytes, out_target: Scattered | None, salt: str) -> tuple[Any, Member | None]:
+        """Read an object of this node, as ``get`` does. Also return its membership of a group."""
         for _ in (0, 1):  # try twice if the object is replaced or moved during the read
             mapped = self._node.mapped()
             head = find_head(mapped, root, name) if mapped is not None else None
@@ -118,21 +136,21 @@ class LocalObjects(ObjectVerbs):
                 continue
             size = head.about.value_bytes
             if not head.about.is_whole(head.frame_class.page_bytes):
-                return None  # the record is damaged: no value of this class has that length
+                break  # the record is damaged: no value of this class has that length
             if out_target is not None and out_target.nbytes < size:
                 raise InvalidRequest("out", f"must have at least {size} bytes for the value (got {out_target.nbytes})")
             target = out_target if out_target is not None else Scattered([empty(size)])
             if self._read(mapped, salt, head, target):
-                return size if out_target is not None else target.parts[0]
-        return None
+                return size if out_target is not None else target.parts[0], head.member
+        return None, None
 
     def _read_in_place(
         self, root: bytes, names: Sequence[bytes], targets: Sequence[Rows | Scattered]
-    ) -> Sequence[int | None]:
-        """Copy objects directly from DRAM. Return the size of each; None if it could not be read in this way."""
+    ) -> tuple[Sequence[int | None], dict[int, Member]]:
+        """Copy objects directly from DRAM. Return what ``read_objects`` does."""
         mapped = self._node.mapped()
         if mapped is None or not ORDERED or mapped.header.verify_reads:
-            return [None] * len(names)
+            return [None] * len(names), {}
         return read_objects(mapped, root, names, targets)
 
     def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "", *, local: bool = False) -> list[int]:
@@ -140,26 +158,40 @@ class LocalObjects(ObjectVerbs):
         ``ObjectVerbs.get_many``."""
         names, root = names_of(keys, outs, "outs"), root_of_salt(salt)
         targets = [target_of(out) for out in outs]
-        sizes = list(self._read_in_place(root, names, targets))
+        in_place, members = self._read_in_place(root, names, targets)
+        sizes = list(in_place)
         for number, size in enumerate(sizes):
             if size is None:
-                sizes[number] = self._get_here(names[number], root, as_scattered(targets[number]), salt)
-        missing = [number for number, size in enumerate(sizes) if size is None]
+                at, target = number, as_scattered(targets[number])
+                sizes[at], member = self._get_here(names[at], root, target, salt)
+                if member is not None:
+                    members[at] = member
+        missing = [number for number, size in enumerate(sizes) if size in (None, -1)]
+        mapped = self._node.mapped() if missing and members else None
+        if mapped is not None:
+            lost = lost_members(mapped, members)  # a group left during the call: none of its members is returned
+            missing = sorted({*missing, *lost})
+        found = dict.fromkeys(missing)
         if missing and not local and self._node.pool_objects is not None:
             wanted = [as_scattered(targets[number]) for number in missing]
             pool_sizes, _ = self._read_pool([names[number] for number in missing], wanted, salt)
-            for number, size in zip(missing, pool_sizes, strict=True):
-                sizes[number] = size
+            found = dict(zip(missing, pool_sizes, strict=True))
+        sizes = [found.get(number, size) for number, size in enumerate(sizes)]
         return [-1 if size is None else size for size in sizes]
 
     def size(self, key: str, salt: str = "", *, local: bool = False) -> int | None:
         """Return the size of an object in bytes; None if there is none."""
+        found = self.find(key, salt, local=local)
+        return found[0] if found is not None else None
+
+    def find(self, key: str, salt: str = "", *, local: bool = False) -> tuple[int, ObjectGroup] | None:
+        """Return the size and the group of an object; None if there is none. Raises as ``get``."""
         name = encode_name(key)
         head = self.find_head(salt, name)
         if head is not None:
-            return head.about.value_bytes
+            return head.about.value_bytes, head.about.group
         facts = self._find_in_pool([name], salt, local)[0]
-        return facts.value_bytes if facts is not None else None
+        return (facts.value_bytes, facts.group) if facts is not None else None
 
     def contains(self, keys: str | Sequence[str], salt: str = "", *, local: bool = False) -> Any:
         """Return whether there is an object under a key. For several keys, return a list of these booleans."""
@@ -182,7 +214,7 @@ class LocalObjects(ObjectVerbs):
         deadline, deleted = time.monotonic() + self._node.timeout_s, 0
         while names:
             mapped = self._node.mapped()
-            raws = find_heads(mapped, root, names) if mapped is not None else [None] * len(names)
+            raws = stored_heads(mapped, root, names)[0] if mapped is not None else [None] * len(names)
             heads = [(name, raw) for name, raw in zip(names, raws, strict=True) if raw is not None]
             remaining: list[bytes] = []
             for start in range(0, len(heads), BATCH_MAX):
@@ -220,7 +252,7 @@ class LocalObjects(ObjectVerbs):
 
     def object_keys(self, salt: str = "") -> list[str]:
         """Return the keys of all objects of a tenant, sorted."""
-        names = {name for part in self._names(root_of_salt(salt), b"") for name in part}
+        names = {name for part in self._names(root_of_salt(salt), b"", only_complete=True) for name in part}
         return [name.decode(errors="replace") for name in sorted(names)]
 
     def object_pages(self, key: str, salt: str = "") -> Keys | None:
@@ -233,21 +265,25 @@ class LocalObjects(ObjectVerbs):
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _names(self, root: bytes, start: bytes) -> Iterator[list[bytes]]:
+    def _names(self, root: bytes, start: bytes, only_complete: bool = False) -> Iterator[list[bytes]]:
         """Yield the names of a root's objects that begin with ``start``, in a list for every ``LOOK_PAGES`` pages of
-        the node. An object may be listed twice if it is in two tiers, or if it is moved in the meantime."""
+        the node. An object may be listed twice if it is in two tiers, or if it is moved in the meantime.
+
+        ``only_complete``: leave out members of groups that are not complete.
+        """
         mapped = self._node.mapped()
-        if mapped is not None:
-            mapped.published.take_in(mapped.channel)
-        names = dict[bytes, None]()
-        for count, row in enumerate(mapped.object_rows() if mapped is not None else (), 1):
+        if mapped is None:
+            return
+        mapped.published.take_in(mapped.channel)
+        names = dict[bytes, ObjectGroup]()
+        for count, row in enumerate(mapped.object_rows(), 1):
             head = read_row(row) if row is not None else None  # the root and the description of the object
             if head is not None and head[0] == root and head[1].name.startswith(start):
-                names[head[1].name] = None
+                names[head[1].name] = head[1].group
             if count % LOOK_PAGES == 0:
-                yield list(names)
+                yield _complete(mapped, names) if only_complete else list(names)
                 names.clear()
-        yield list(names)
+        yield _complete(mapped, names) if only_complete else list(names)
 
     def find_head(self, salt: str, name: bytes) -> ProvenHead | None:
         """Return the head of an object of this node; None if there is none."""
@@ -333,15 +369,15 @@ class LocalObjects(ObjectVerbs):
         root = object_root(salt)
         again = pool.read_before([key_hash(root, name) for name in names])
         copies = [
-            (name, Scattered([*target.views(0, facts.value_bytes)]), facts.nonce)
+            (facts.group, name, Scattered([*target.views(0, facts.value_bytes)]), facts.nonce)
             for name, facts, target, is_again in zip(names, found, targets, again, strict=True)
             if is_again and facts is not None and target is not None and facts.value_bytes <= BATCH_BYTES
         ]
-        if copies:
+        for group in dict.fromkeys(copy[0] for copy in copies):
             with contextlib.suppress(Unavailable, InvalidRequest):
                 name_objects(mapped, root, salt, timeout_s=LOCAL_WAIT_S)
-                copied, sources, nonces = zip(*copies, strict=True)
-                ObjectsPut(mapped, root, copied, sources, False, False, nonces, LOCAL_WAIT_S).result()
+                copied, sources, nonces = zip(*(copy[1:] for copy in copies if copy[0] == group), strict=True)
+                ObjectsPut(mapped, root, copied, sources, False, False, group, nonces, LOCAL_WAIT_S).result()
 
     def _object_cache(self, salt: str, frame_class: FrameClass, verify: bool) -> LocalCache:
         """Return the cache through which pages of this class are read, created at its first use."""
@@ -405,10 +441,18 @@ class _ObjectPut:
     sends the requests, and ``result`` waits for them."""
 
     def __init__(
-        self, store: LocalObjects, mapped: MappedNode, root: bytes, name: bytes, source: Scattered, replace: bool
+        self,
+        store: LocalObjects,
+        mapped: MappedNode,
+        root: bytes,
+        name: bytes,
+        source: Scattered,
+        replace: bool,
+        group: ObjectGroup,
     ) -> None:
         self._store, self._mapped, self._root, self._name = store, mapped, root, name
-        self._source, self._replace = source, replace
+        self._source, self._replace, self._group = source, replace, group
+        self._may_replace = replace
         self._deadline = time.monotonic() + mapped.timeout_s
         self._pieces: PiecesPut | None = None
         self._head: HeadPut | None = None
@@ -418,12 +462,15 @@ class _ObjectPut:
     def _start(self) -> None:
         """Copy the value, and send its pieces and its head. If the object exists and is not to be replaced, do
         nothing."""
-        old_head = find_head(self._mapped, self._root, self._name)
-        if old_head is not None and not self._replace:
+        old_head = stored_head(self._mapped, self._root, self._name)
+        group = old_head.about.group if old_head is not None else self._group
+        is_hidden = group != self._group and group.members and group not in complete_groups(self._mapped, [group])
+        self._may_replace = self._replace or bool(is_hidden)  # no reader finds a member of an incomplete group
+        if old_head is not None and not self._may_replace:
             self._head = None
             return
         self._replaced = old_head.address if old_head is not None else bytes(ADDRESS_BYTES)
-        frame_class, about = plan_object(self._mapped, self._name, self._source.nbytes)
+        frame_class, about = plan_object(self._mapped, self._name, self._source.nbytes, self._group)
         keys = about.piece_keys(self._root, frame_class.page_tokens) if about.pieces else None
         if keys is not None:
             self._pieces = PiecesPut(self._mapped, keys, frame_class)
@@ -443,10 +490,14 @@ class _ObjectPut:
         while self._head is not None:
             pieces, head = self._pieces, self._head
             has_pieces = pieces is None or pieces.stored_pages() == pieces.pieces
-            if head.stored_pages() and has_pieces:
-                return True
+            try:
+                if head.stored_pages() and has_pieces:
+                    return True
+            except InvalidRequest:  # the node refuses the group
+                self._delete_pieces()
+                raise
             self._delete_pieces()
-            if not (head.is_busy or (self._replace and head.is_present)):
+            if not (head.is_busy or (self._may_replace and head.is_present)):
                 if head.is_present:
                     return False
                 if head.is_over_quota or (pieces is not None and pieces.is_over_quota):
@@ -464,6 +515,12 @@ class _ObjectPut:
         last = self._pieces.last_address() if self._pieces is not None else None
         if last is not None:
             self._store._delete_pages([last])
+
+
+def _complete(mapped: MappedNode, groups: dict[bytes, ObjectGroup]) -> list[bytes]:
+    """Return the names among ``groups`` that have no group, or a complete one."""
+    complete = complete_groups(mapped, [group for group in groups.values() if group.members])
+    return [name for name, group in groups.items() if not group.members or group in complete]
 
 
 def _check_size(mapped: MappedNode, name: bytes, size: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore.client.admin import KEYS_MAX
 from kvstore.client.buffers import Rows, check_text
-from kvstore.client.objects import ObjectVerbs, listed, sources_of
+from kvstore.client.objects import ObjectVerbs, listed, names_of, sources_of
 from kvstore.client.remote.admin import PROMPT, RemoteAdmin
 from kvstore.client.remote.cache import RemoteCache
 from kvstore.client.remote.endpoint import Endpoint
@@ -22,14 +22,15 @@ from kvstore.client.value_buffers import Scattered
 from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
-from kvstore.model.objects import encode_name, encode_prefix
+from kvstore.model.objects import encode_name, encode_prefix, group_of
 from kvstore.model.prefix import Keys
 from kvstore.pb import store_pb2 as pb
 from kvstore.wire.grpc import OBJECT_DATA_FIELD, digest_of, fields, pack_data
 
 PUTS_AT_ONCE: Final = 8  # streams of one ``put_many`` at the same time
 KEYS_PER_CALL: Final = 1024  # of at most 1000 bytes each, a quarter of a message
-_FOUND, _SIZE, _DATA, _DIGEST = 1, 2, OBJECT_DATA_FIELD, OBJECT_DATA_FIELD + 1  # fields of GetObjectReply
+# Fields of GetObjectReply.
+_FOUND, _SIZE, _DATA, _DIGEST, _GROUPED = 1, 2, OBJECT_DATA_FIELD, OBJECT_DATA_FIELD + 1, 5
 
 
 class RemoteObjects(ObjectVerbs):
@@ -38,7 +39,15 @@ class RemoteObjects(ObjectVerbs):
     _node: RemoteNode
 
     def put_many(
-        self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False, *, wait: bool = True
+        self,
+        keys: Sequence[str],
+        values: Sequence[Any],
+        salt: str = "",
+        replace: bool = False,
+        *,
+        group: str | None = None,
+        count: int = 0,
+        wait: bool = True,
     ) -> list[bool]:
         """Store values as ``ObjectVerbs.put_many`` does, up to ``PUTS_AT_ONCE`` at the same time.
 
@@ -47,6 +56,7 @@ class RemoteObjects(ObjectVerbs):
         """
         sources = sources_of(keys, values)[1]
         salt, bytes_max = check_text(salt, "salt"), self._node.about.object_bytes_max
+        group_of(b"", group, count, len(keys))
         for source in sources:
             if bytes_max and source.nbytes > bytes_max:
                 raise InvalidRequest("data", f"must be at most {bytes_max} bytes over gRPC (got {source.nbytes})")
@@ -57,7 +67,9 @@ class RemoteObjects(ObjectVerbs):
             for key, source in zip(keys, sources, strict=True):
                 if len(puts) == PUTS_AT_ONCE:
                     stored.append(self._result(puts.popleft()))
-                puts.append(self._put(key, source.host_parts(), salt, replace))
+                begin = pb.PutObjectBegin(key=key, salt=salt, size_bytes=source.nbytes, replace=replace)
+                begin.group, begin.count = group or "", count
+                puts.append(self._put(begin, source.host_parts()))
             while puts:
                 stored.append(self._result(puts.popleft()))
         finally:
@@ -67,6 +79,26 @@ class RemoteObjects(ObjectVerbs):
 
     def get(self, key: str, out: Any = None, salt: str = "", *, local: bool = False) -> Any:
         """Return a value, or copy it into ``out``. A value with wrong checksums counts as missing."""
+        return self._value(key, out, salt, local)[0]
+
+    def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "", *, local: bool = False) -> list[int]:
+        """Copy each value into its entry of ``outs``, as ``ObjectVerbs.get_many`` does, one call after another."""
+        names_of(keys, outs, "outs")
+        lengths: list[int] = []
+        members: list[int] = []
+        for number, (key, out) in enumerate(zip(keys, outs, strict=True)):
+            length, is_member = self._value(key, out, salt, local)
+            lengths.append(-1 if length is None else int(length))
+            if is_member:
+                members.append(number)
+        if members and -1 in lengths:  # a group that left during the calls: none of its members is returned
+            found = self.contains([keys[number] for number in members], salt, local=local)
+            for number, is_found in zip(members, found, strict=True):
+                lengths[number] = lengths[number] if is_found else -1
+        return lengths
+
+    def _value(self, key: str, out: Any, salt: str, local: bool) -> tuple[Any, bool]:
+        """Do what ``get`` does, and also return whether the value is a member of a group."""
         encode_name(key)
         target = Scattered.of(out, "out", writable=True) if out is not None else None
         request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt"), local=local).SerializeToString()
@@ -131,12 +163,10 @@ class RemoteObjects(ObjectVerbs):
     def _check_open(self) -> None:
         self._node.check_open()
 
-    def _put(self, key: str, parts: list[Rows], salt: str, replace: bool) -> Any:
+    def _put(self, begin: pb.PutObjectBegin, parts: list[Rows]) -> Any:
         """Start a put, and return a future of its reply."""
-        nbytes = sum([part.size for part in parts])
-        begin = pb.PutObjectBegin(key=key, salt=salt, size_bytes=nbytes, replace=replace)
         messages = _messages(begin, parts, self._node.data_bytes)
-        return self._node.send("PutObject", messages, self._node.stream_s(nbytes))
+        return self._node.send("PutObject", messages, self._node.stream_s(begin.size_bytes))
 
     def _result(self, call: Any) -> bool:
         try:
@@ -147,10 +177,10 @@ class RemoteObjects(ObjectVerbs):
             self._node.check_open()
             raise Unavailable(f"{self._node.endpoint.address}: the put was cancelled") from None
 
-    def _get(self, request: bytes, target: Scattered | None) -> Any:
-        """Try once to get the value. Raises grpc.RpcError."""
+    def _get(self, request: bytes, target: Scattered | None) -> tuple[Any, bool]:
+        """Try once to do what ``_value`` does. Raises grpc.RpcError."""
         node = self._node
-        into, size, position = target, -1, 0
+        into, size, position, is_member = target, -1, 0, False
         # The size is unknown until the reply arrives, so the deadline allows for the largest value that fits.
         expected = target.nbytes if target is not None else 1 << 30
         stream = node.receive("GetObject", request, node.stream_s(expected))
@@ -160,7 +190,8 @@ class RemoteObjects(ObjectVerbs):
                 if size < 0:
                     size = int(reply.get(_SIZE, 0)) if reply.get(_FOUND) else -1
                     if size < 0:
-                        return None
+                        return None, False
+                    is_member = bool(reply.get(_GROUPED))
                     if target is not None and target.nbytes < size:
                         raise InvalidRequest(
                             "out", f"must have at least {size} bytes for the value (got {target.nbytes})"
@@ -169,7 +200,7 @@ class RemoteObjects(ObjectVerbs):
                 data = reply.get(_DATA)
                 if isinstance(data, memoryview) and len(data) and into is not None:
                     if position + len(data) > size or digest_of(data) != reply.get(_DIGEST):
-                        return None
+                        return None, False
                     into.write(position, np.frombuffer(data, np.uint8))
                     position += len(data)
         except ValueError as error:
@@ -180,8 +211,8 @@ class RemoteObjects(ObjectVerbs):
         finally:
             end(stream)
         if into is None or position != size:
-            return None
-        return size if target is not None else into.parts[0]
+            return None, False
+        return size if target is not None else into.parts[0], is_member
 
 
 def _messages(begin: pb.PutObjectBegin, parts: list[Rows], data_bytes: int) -> Iterator[bytes]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvstore.client.local.store import LocalStore
 from kvstore.device.host_memory import copy, empty
 from kvstore.errors import InvalidRequest
+from kvstore.model.objects import group_of
 from kvstore.node.api import streams
 from kvstore.pb import store_pb2 as pb
 from kvstore.server.gate import Call, parse
@@ -41,6 +42,7 @@ class ObjectCalls:
         check_text("salt", begin.salt)
         call.caller.check_salt(begin.salt)
         self._check_size("size_bytes", begin.size_bytes)
+        group_of(b"", begin.group or None, begin.count, 1)  # before the data is received
         is_stored = await call.quick(partial(self._store.contains, begin.key, begin.salt, local=True))
         if is_stored and not begin.replace:
             return pb.PutObjectReply(stored=False).SerializeToString()
@@ -51,7 +53,8 @@ class ObjectCalls:
                 filled = await call.run(_fill, value, filled, batch)
             if filled < len(value):
                 raise InvalidRequest("data", f"must be {len(value)} bytes (got {filled}); nothing was stored")
-            stored = await call.wait(self._store.put, begin.key, value, begin.salt, begin.replace)
+            put = partial(self._store.put, group=begin.group or None, count=begin.count)
+            stored = await call.wait(put, begin.key, value, begin.salt, begin.replace)
         return pb.PutObjectReply(stored=stored).SerializeToString()
 
     async def get(self, call: Call, message: bytes) -> None:
@@ -59,17 +62,19 @@ class ObjectCalls:
         request = parse(pb.GetObjectRequest, message)
         check_text("salt", request.salt)
         call.caller.check_salt(request.salt)
-        size = await call.wait(partial(self._store.size, request.key, request.salt, local=request.local))
-        if size is None:
+        found = await call.wait(partial(self._store.find, request.key, request.salt, local=request.local))
+        if found is None:
             await call.send(pb.GetObjectReply(found=False).SerializeToString())
             return
+        size, group = found
         self._check_size("key", size)
         async with call.buffers(size + streams.BATCH_BYTES):
             value = await call.run(partial(self._store.get, request.key, salt=request.salt, local=request.local))
             if value is None:  # it was deleted or evicted since the check
                 await call.send(pb.GetObjectReply(found=False).SerializeToString())
                 return
-            await call.send(pb.GetObjectReply(found=True, size_bytes=len(value)).SerializeToString())
+            first = pb.GetObjectReply(found=True, size_bytes=len(value), grouped=group.members > 0)
+            await call.send(first.SerializeToString())
             pack = partial(pack_data, field=OBJECT_DATA_FIELD)
             for start in range(0, len(value), streams.BATCH_BYTES):
                 part = value[start : start + streams.BATCH_BYTES].data

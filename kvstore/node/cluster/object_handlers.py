@@ -11,8 +11,15 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvstore.client.buffers import Rows
+from kvstore.client.local.frame_copies import PageFrame
+from kvstore.client.local.index_lookup import lost_members
 from kvstore.client.local.node import LocalNode, MappedNode
-from kvstore.client.local.object_batches import DramHeads, PageFrame, ProvenHead, find_lower_heads, find_pieces
+from kvstore.client.local.object_batches import (
+    DramHeads,
+    ProvenHead,
+    find_lower_heads,
+    find_pieces,
+)
 from kvstore.client.local.objects import LocalObjects
 from kvstore.client.local.store import LocalStore
 from kvstore.client.local.tier_reader import MappedExtent
@@ -20,7 +27,7 @@ from kvstore.cluster.data_connection import Buffer, Exchange
 from kvstore.device.host_memory import empty
 from kvstore.errors import TooManyCalls
 from kvstore.limits import ThreadShares
-from kvstore.model.objects import HEAD_TAG, object_root, pieces_of
+from kvstore.model.objects import HEAD_TAG, NO_GROUP, object_root, pieces_of
 from kvstore.model.replica import EXTRA, STAMPED
 from kvstore.node.cluster.page_handlers import NVME_BYTES, NVME_WAIT_S, SendWatch
 from kvstore.wire.data import RANGE_BYTES, FrameKind
@@ -107,7 +114,8 @@ class _Reply:
                 size, page_bytes = head[2], frames.extent.page_bytes
                 pieces = dram.large[position][0] if position in dram.large else 0
                 if pieces == pieces_of(size, page_bytes):
-                    self.facts[position] = ObjectFacts(size, page_bytes, nonces[row].tobytes())
+                    group = dram.groups.get(position, NO_GROUP)
+                    self.facts[position] = ObjectFacts(size, page_bytes, nonces[row].tobytes(), group)
             for position in frames.changed():
                 self.facts[position] = None
         self.valid[:] = bytes(facts is not None for facts in self.facts)
@@ -126,7 +134,7 @@ class _Reply:
 
     def _note(self, position: int, head: ProvenHead) -> None:
         about = head.about
-        self.facts[position] = ObjectFacts(about.value_bytes, head.frame_class.page_bytes, about.nonce)
+        self.facts[position] = ObjectFacts(about.value_bytes, head.frame_class.page_bytes, about.nonce, about.group)
         self.valid[position] = 1
 
     def send(self) -> None:
@@ -154,6 +162,10 @@ class _Reply:
                 head[0].last_use[head[1]] = now_ns
         for position in remaining:
             self._send_below(position)
+        members = dram.members | {at: head.member for at, head in self._lower.items() if head.member is not None}
+        if members and not all(self.valid):
+            for position in lost_members(self._mapped, members):
+                self.valid[position] = 0  # its group left in the meantime: none of its members is sent
 
     def _groups(self, positions: list[int]) -> Iterator[list[int]]:
         """Yield groups of objects that are sent together: at most ``RANGE_BYTES``, or one object."""

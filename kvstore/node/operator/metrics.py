@@ -64,7 +64,7 @@ METRICS = (
         "evicted_pages",
         "Pages that left a tier, by reason. saved: NVMe still has them. All other reasons mean that no lower tier has "
         "them: space (needed for other pages), reclaim (the extent went to pages of another geometry), request (by an "
-        "operator), quota (of the tenant).",
+        "operator), quota (of the tenant), group (their group of objects has lost another member).",
         "tier",
         "reason",
     ),

@@ -319,7 +319,7 @@ class NvmeDevice:
             return set(clean)
 
     def directory(self, position: int) -> Bytes | None:
-        """Return the records ``[frames, 96]`` of a clean extent, as of its checkpoint.
+        """Return the records ``[frames, row_bytes]`` of a clean extent, as of its checkpoint.
 
         None if the extent is not clean, or its directory is damaged. Then it has to be scanned.
 
@@ -329,7 +329,7 @@ class NvmeDevice:
         extent = self.extents.get(position)
         if extent is None or not extent.clean:
             return None
-        blocks = aligned_buffer(geometry.directory_bytes(extent.frames))
+        blocks = aligned_buffer(geometry.directory_bytes(extent.frame_class, extent.frames))
         self.disk.read(self.superblock.data_start + position * self.extent_bytes, [blocks])
         return unpack_directory(self.incarnation, extent, blocks)
 

@@ -5,7 +5,7 @@ extent: directory (a head, a lean record per frame), then for each frame a heade
 
 from __future__ import annotations
 
-from kvstore.model.replica import FrameClass, RecordFormat, aligned
+from kvstore.model.replica import FrameClass, aligned
 
 HEAD_BYTES = 136  # size of a frame's header without its token ids and checksums (``frame_header``)
 DIRECTORY_HEAD_BYTES = 64  # size of the head of an extent's directory; a lean row per frame follows
@@ -21,9 +21,9 @@ def stride_bytes(frame_class: FrameClass) -> int:
     return header_bytes(frame_class) + frame_class.frame_bytes
 
 
-def directory_bytes(frames: int) -> int:
+def directory_bytes(frame_class: FrameClass, frames: int) -> int:
     """Return the size in bytes of the directory before an extent's frames: a head, and a lean record row per frame."""
-    return aligned(DIRECTORY_HEAD_BYTES + frames * RecordFormat(0, 0, tail=False).row_bytes)
+    return aligned(DIRECTORY_HEAD_BYTES + frames * frame_class.lean.row_bytes)
 
 
 def frames_in(extent_bytes: int, frame_class: FrameClass) -> int:
@@ -35,6 +35,6 @@ def frames_in(extent_bytes: int, frame_class: FrameClass) -> int:
     stride, row_bytes = stride_bytes(frame_class), frame_class.lean.row_bytes
     frames = max(0, (extent_bytes - DIRECTORY_HEAD_BYTES) // (stride + row_bytes))
     # This may be one too many, because the directory was not rounded up yet.
-    while frames and directory_bytes(frames) + frames * stride > extent_bytes:
+    while frames and directory_bytes(frame_class, frames) + frames * stride > extent_bytes:
         frames -= 1
     return frames

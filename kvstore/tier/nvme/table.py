@@ -33,7 +33,7 @@ from kvstore.model.replica import FrameClass
 from kvstore.tier.nvme import geometry
 from kvstore.tier.nvme.disk import BLOCK_BYTES, aligned_buffer
 
-VERSION: Final = 2
+VERSION: Final = 3
 OWNER_BYTES: Final = 64  # size of a node's name
 TABLE_AT: Final = BLOCK_BYTES
 _SUPER_MAGIC: Final = b"KVNVME01"
@@ -205,10 +205,10 @@ class Table:
 
 
 def pack_directory(incarnation: int, extent: ExtentOnDisk, rows: Bytes) -> tuple[Bytes, int]:
-    """Return ``(blocks, sum)`` of a directory with these rows ``[frames, 96]``; page-aligned."""
+    """Return ``(blocks, sum)`` of a directory with these rows ``[frames, row_bytes]``; page-aligned."""
     width = extent.frame_class.lean.row_bytes
     assert rows.shape == (extent.frames, width) and rows.dtype == np.uint8, rows.shape
-    blocks = aligned_buffer(geometry.directory_bytes(extent.frames))
+    blocks = aligned_buffer(geometry.directory_bytes(extent.frame_class, extent.frames))
     head = _DIRECTORY_HEAD.pack(_DIRECTORY_MAGIC, incarnation, extent.number, extent.frames, 0)
     blocks[: len(head)] = np.frombuffer(head, np.uint8)
     end = len(head) + extent.frames * width
@@ -219,7 +219,8 @@ def pack_directory(incarnation: int, extent: ExtentOnDisk, rows: Bytes) -> tuple
 
 
 def unpack_directory(incarnation: int, extent: ExtentOnDisk, blocks: Bytes) -> Bytes | None:
-    """Return a directory's rows ``[frames, 96]``; None if the directory is not exactly the one that the table names."""
+    """Return a directory's rows ``[frames, row_bytes]``; None if it is not exactly the directory that the table
+    names."""
     width = extent.frame_class.lean.row_bytes
     end = _DIRECTORY_HEAD.size + extent.frames * width
     *head, total = _DIRECTORY_HEAD.unpack_from(blocks.data)
@@ -234,7 +235,7 @@ def unpack_directory(incarnation: int, extent: ExtentOnDisk, blocks: Bytes) -> B
 def extent_shape(extent_bytes: int, frame_class: FrameClass) -> tuple[int, int]:
     """Return ``(frames, offset of frame 0's header)`` of an extent of that class."""
     frames = geometry.frames_in(extent_bytes, frame_class)
-    return frames, geometry.directory_bytes(frames)
+    return frames, geometry.directory_bytes(frame_class, frames)
 
 
 def frame_offset(superblock: Superblock, position: int, frame_class: FrameClass, first: int, frames: int = 1) -> int:

@@ -274,6 +274,7 @@ class RealNode:
                 _, state = startup.recover_tiers(*about)
         except Killed:
             return None
+        self._take_copies()
         return state
 
     def _config(self, options: dict[str, Any]) -> NodeConfig:
@@ -306,11 +307,14 @@ class RealNode:
         except Killed:
             return None
         self.performer.book.flush()
+        self._take_copies()
+        return reply
+
+    def _take_copies(self) -> None:
         waiting = self.performer.waiting
         self.copies += [*waiting.loads, *waiting.copies]
         waiting.loads.clear()
         waiting.copies.clear()
-        return reply
 
     @staticmethod
     def count_stores(instructions: list[do.Instruction]) -> int:
@@ -504,6 +508,7 @@ class RealNode:
         wrong, pend = [], self.pend
         for tier in state.spaces:
             wrong += integrity.check(state, tier, self.snapshots(tier), self.indexes[tier].items())
+        wrong += state.groups.findings(self.performer.index.group_hashes())
         wrong += integrity.check_mounts(state, self.indexes[Tier.HBM].items())
         live = [page for page in state.pending.by_address.values() if not page.doomed]
         for key, address in pend.items():

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.model.replica import Address, FrameState, Status, Tier, position_of, standing_of
-from kvstore.node.nvme_pages import identity_row
+from kvstore.model.replica import LEAN_IDENTITY_BYTES, Address, FrameState, Status, Tier, position_of, standing_of
+from kvstore.node.nvme_pages import lean_identities
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
 from kvstore.state.interfaces import Rows
@@ -200,7 +200,7 @@ class TieredWorld(World):
         where = {self.node.tables[page.target.extent].position for page in copy.pages}
         event: ev.Event = ev.Carried(now_ns, copy.number, done.failed)
         if isinstance(copy, do.Save):
-            event = ev.Saved(now_ns, copy.number, done.rows[:, :48].copy(), done.failed)
+            event = ev.Saved(now_ns, copy.number, done.rows[:, :LEAN_IDENTITY_BYTES].copy(), done.failed)
         elif isinstance(copy, do.Load):
             event = ev.Loaded(now_ns, copy.number, done.rows, done.checksums, done.failed)
         pages, keys = self.node.pages, {page.source: page.key for page in copy.pages}
@@ -416,7 +416,7 @@ class TieredWorld(World):
         elif scan.offered < len(scan.found):
             part = scan.found[scan.offered : scan.offered + count]
             scan.offered += count
-            heads = np.stack([identity_row(page)[:48] for page in part])
+            heads = lean_identities(part)
             addresses = [Address(*page.address) for page in part]
             parents, standings = [page.parent for page in part], [standing_of(page.info) for page in part]
             self.send(ev.Adopt(self.now_ns, addresses, heads, parents, standings))
