@@ -4,11 +4,12 @@
 (``node.cluster.data_server``). The daemon and its clients read it, and never ask the catalog. While the catalog is not
 reachable, the last view stays; ``heard_s`` says how old it is.
 
-**PeerLinks** keeps connections open between requests, and remembers data servers that are not responding. After one
-failure a data server counts as dead, and no request waits for it. A thread probes dead data servers from time to time,
-and clears the mark when one answers. A restarted data server is a new process without a mark. If a connection that was
-kept open has ended, its data server may still be well: it gets one more try over a new connection, and counts as dead
-only if that fails.
+**PeerLinks** keeps connections open between requests for a few seconds, so that a machine at rest has only those of its
+daemon, however many processes it has. It remembers data servers that are not responding. After one failure a data
+server counts as dead, and no request waits for it. A thread probes dead data servers from time to time, and clears the
+mark when one answers. A restarted data server is a new process without a mark. If a connection that was kept open has
+ended, its data server may still be well: it gets one more try over a new connection, and counts as dead only if that
+fails. A data server that has no free connection for this caller is tried again after pauses that grow.
 """
 
 from __future__ import annotations
@@ -141,10 +142,13 @@ def _known_fields(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 IDLE_MAX: Final = 4  # unused connections to one data server
-IDLE_S: Final = 60.0
+IDLE_S: Final = 5.0  # longer than the interval of announcements, so those keep their connection
 PROBE_MIN_S, PROBE_MAX_S = 0.5, 8.0  # pause between two probes of a dead data server; doubles each time
 PROBE_ANSWER_S: Final = 1.0
 FORGOTTEN_S: Final = 900.0  # a data server that is dead for longer is no longer probed
+FULL_MIN_S, FULL_MAX_S = 0.25, 8.0  # pause after a data server had no free connection; doubles each time
+FULL_MAX: Final = 1024  # data servers without a free connection to remember
+KEEP_LOOK_S: Final = 1.0  # interval of looks for connections that were idle for too long
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -165,6 +169,14 @@ class _Dead:
     pause_s: float = PROBE_MIN_S
 
 
+@dataclass
+class _Full:
+    """A data server that has no free connection for this caller: when it is tried next."""
+
+    next_s: float
+    pause_s: float
+
+
 class PeerLinks:
     """Connections to data servers. Threads may share it. One thread at a time uses a connection; a broken one is
     closed.
@@ -180,7 +192,8 @@ class PeerLinks:
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[float, DataConnection]]] = {}  # by process of the server
         self._dead: dict[str, _Dead] = {}  # by process of the server
-        self._probing = False
+        self._full: dict[str, _Full] = {}  # by process of the server
+        self._has_keeper = False  # whether a thread runs ``_keep``
         self._closed = threading.Event()
 
     def dead(self, peer: PoolNode) -> bool:
@@ -195,15 +208,17 @@ class PeerLinks:
             silence_s: how long the server may send nothing. The time to connect counts too, up to half of it.
 
         Raises:
-            KVStoreError: as ``DataConnection.open``; NodeUnavailable at once if the server is ``dead``;
-                StaleConnection, see ``call``.
+            KVStoreError: as ``DataConnection.open``; NodeUnavailable at once if the server is ``dead``; TooManyCalls at
+                once if it had no free connection a moment ago; StaleConnection, see ``call``.
         """
         if self.dead(peer):
             raise NodeUnavailable(f"{peer.name}: did not answer, and has not since")
         connection, began_s = self._take(peer), time.monotonic()
         try:
             if connection is None:
+                self._check_full(peer, began_s)
                 connection = self._open(peer, min(deadline_s, began_s + silence_s))
+                self._full.pop(peer.process, None)
             connection.silence_s = max(silence_s / 2, silence_s - (time.monotonic() - began_s))
             yield connection
         except KVStoreError as error:
@@ -214,7 +229,9 @@ class PeerLinks:
                 self._drop(peer)
             elif connection is not None and self.stale(peer, connection, error):
                 raise StaleConnection(str(error)) from error
-            elif (connection is None or connection.broken) and not isinstance(error, TooManyCalls):
+            elif connection is None and isinstance(error, TooManyCalls):
+                self._note_full(peer, error)
+            elif connection is None or connection.broken:
                 self.mark_dead(peer)
                 # A peer that is away may be back soon; a peer that refuses us is configured differently.
                 level = logging.DEBUG if isinstance(error, Unavailable) else logging.WARNING
@@ -272,44 +289,50 @@ class PeerLinks:
         ours = replace(ours, server_name=peer.tls_name) if peer.tls and not ours.server_name else ours
         return DataConnection.open(peer.addresses[0], hello, ours, tls=peer.tls, deadline_s=deadline_s)
 
+    def _check_full(self, peer: PoolNode, now_s: float) -> None:
+        """Raise TooManyCalls if the data server had no free connection, and is not to be tried yet."""
+        full = self._full.get(peer.process)
+        if full is not None and now_s < full.next_s:
+            raise TooManyCalls(f"{peer.name}: has no free connection", full.next_s - now_s, "connections")
+
+    def _note_full(self, peer: PoolNode, error: TooManyCalls) -> None:
+        """Try the data server again after a pause, which doubles each time."""
+        now_s, full = time.monotonic(), self._full.get(peer.process)
+        if full is not None and now_s < full.next_s:
+            return  # no new try was made
+        if full is None:
+            log.warning("%s: %s", peer.name, error)
+        pause_s = max(error.retry_after_s, min(2 * full.pause_s, FULL_MAX_S) if full is not None else FULL_MIN_S)
+        self._full[peer.process] = _Full(now_s + pause_s, pause_s)
+        if len(self._full) > FULL_MAX:
+            self._full.pop(next(iter(self._full)), None)
+
     def _take(self, peer: PoolNode) -> DataConnection | None:
-        """Take an idle connection, or None. Connections that were idle for too long are closed, because the server may
-        have closed them."""
-        now_s, to_close = time.monotonic(), list[DataConnection]()
+        """Take the idle connection that was used last; None if there is none that the server surely keeps."""
         with self._lock:
-            idle = self._idle.get(peer.process, [])
-            connection = idle.pop()[1] if idle and idle[-1][0] > now_s - IDLE_S else None
-            if connection is None:
-                to_close = [each for _, each in idle]
-                idle.clear()
-        for each in to_close:
-            each.close()
-        return connection
+            idle = self._idle.get(peer.process)
+            return idle.pop()[1] if idle and idle[-1][0] > time.monotonic() - IDLE_S else None
 
     def _give_back(self, peer: PoolNode, connection: DataConnection) -> None:
-        """Keep the connection for the next request. Closes connections that have been idle for too long."""
-        now_s, to_close = time.monotonic(), list[DataConnection]()
+        """Keep the connection for the next request."""
         with self._lock:
-            for process in [name for name, idle in self._idle.items() if not idle or idle[-1][0] <= now_s - IDLE_S]:
-                to_close += [each for _, each in self._idle.pop(process)]
             idle = self._idle.setdefault(peer.process, [])
-            if not connection.broken and not self._closed.is_set() and len(idle) < IDLE_MAX:
+            is_kept = not connection.broken and not self._closed.is_set() and len(idle) < IDLE_MAX
+            if is_kept:
                 connection.fresh = False
-                idle.append((now_s, connection))
-            else:
-                to_close.append(connection)
-        for each in to_close:
-            each.close()
+                idle.append((time.monotonic(), connection))
+        if is_kept:
+            self._start_keeper()
+        else:
+            connection.close()
 
     def mark_dead(self, peer: PoolNode) -> None:
         """Stop asking a data server until it answers again, and close its idle connections."""
         now_s = time.monotonic()
         with self._lock:
             self._dead.setdefault(peer.process, _Dead(peer, now_s, now_s + PROBE_MIN_S))
-            start, self._probing = not self._probing and not self._closed.is_set(), True
         self._drop(peer)
-        if start:
-            threading.Thread(target=self._probe, name="kvstore-probe", daemon=True).start()
+        self._start_keeper()
 
     def _drop(self, peer: PoolNode) -> None:
         """Close the unused connections to a data server."""
@@ -318,21 +341,45 @@ class PeerLinks:
         for _, connection in idle:
             connection.close()
 
-    def _probe(self) -> None:
-        """Probe dead data servers until there are none."""
-        while not self._closed.wait(PROBE_MIN_S / 2):
-            now_s = time.monotonic()
-            for each in [each for each in list(self._dead.values()) if each.next_s <= now_s]:
-                if now_s - each.since_s > FORGOTTEN_S or self._answers(each.peer):
-                    with self._lock:
-                        del self._dead[each.peer.process]
-                else:
-                    each.pause_s = min(2 * each.pause_s, PROBE_MAX_S)
-                    each.next_s = time.monotonic() + each.pause_s
+    def _start_keeper(self) -> None:
+        """Start the thread that runs ``_keep``, unless it runs."""
+        if self._has_keeper:
+            return
+        with self._lock:
+            start, self._has_keeper = not self._has_keeper and not self._closed.is_set(), True
+        if start:
+            threading.Thread(target=self._keep, name="kvstore-links", daemon=True).start()
+
+    def _keep(self) -> None:
+        """Probe dead data servers, and close connections that were idle for too long, until there are neither."""
+        while not self._closed.wait(PROBE_MIN_S / 2 if self._dead else min(KEEP_LOOK_S, IDLE_S)):
+            self._close_idle()
+            self._probe()
             with self._lock:
-                if not self._dead:
-                    self._probing = False
+                self._idle = {process: idle for process, idle in self._idle.items() if idle}
+                if not self._dead and not self._idle:
+                    self._has_keeper = False
                     return
+
+    def _close_idle(self) -> None:
+        before_s, to_close = time.monotonic() - IDLE_S, list[DataConnection]()
+        with self._lock:
+            for idle in self._idle.values():
+                while idle and idle[0][0] <= before_s:
+                    to_close.append(idle.pop(0)[1])
+        for each in to_close:
+            each.close()
+
+    def _probe(self) -> None:
+        """Try to reach dead data servers whose turn it is."""
+        now_s = time.monotonic()
+        for each in [each for each in list(self._dead.values()) if each.next_s <= now_s]:
+            if now_s - each.since_s > FORGOTTEN_S or self._answers(each.peer):
+                with self._lock:
+                    del self._dead[each.peer.process]
+            else:
+                each.pause_s = min(2 * each.pause_s, PROBE_MAX_S)
+                each.next_s = time.monotonic() + each.pause_s
 
     def _answers(self, peer: PoolNode) -> bool:
         try:

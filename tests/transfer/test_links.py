@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cluster import peer_links
 from kvstore.cluster.data_connection import Caller, DataConnection, DialCredentials, credentials_of
 from kvstore.cluster.data_listener import Server, ServerLimits
 from kvstore.cluster.peer_links import PeerLinks, PoolNode, StaleConnection
-from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Unauthenticated
+from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TooManyCalls, Unauthenticated
 from kvstore.server.certificates import ServerCertificate
 from kvstore.server.identities import LOCAL
 from kvstore.wire.data import FrameKind, Hello
@@ -88,6 +89,55 @@ def test_a_connection_that_was_kept_open_and_ended_is_replaced(links: PeerLinks)
     with pytest.raises(NodeUnavailable):
         links.call(peer, later(), pinged)
     assert links.dead(peer), "a new connection failed as well"
+
+
+def test_connections_that_are_not_used_are_closed(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process at rest has none, and no thread."""
+    monkeypatch.setattr(peer_links, "IDLE_S", 0.3)
+    server = Server("n", {}, admit)
+    peer = PoolNode("n", server.process, "", (server.start("127.0.0.1", 0),))
+    for _ in range(2):
+        with links.to(peer, later()), links.to(peer, later()):
+            ping(links, peer)
+        assert server.connections == 3
+        wait_until("they are closed", lambda: server.connections == 0, LATE_S)
+        wait_until("nothing is kept", lambda: not links._has_keeper, LATE_S)
+    ping(links, peer)
+    server.stop()
+
+
+def test_a_peer_without_a_free_connection_is_tried_after_growing_pauses(links: PeerLinks) -> None:
+    """It counts as full and not as dead. Callers in between are refused without a message to it."""
+    tries, refuse = list[float](), [True]
+
+    def full(hello: Hello, names: Sequence[str]) -> Caller:
+        tries.append(time.monotonic())
+        if refuse:
+            raise TooManyCalls("128 connections are open")
+        return LOCAL
+
+    server = Server("n", {}, full)
+    peer = PoolNode("n", server.process, "", (server.start("127.0.0.1", 0),))
+    began_s, calls = time.monotonic(), 0
+    while time.monotonic() < began_s + 2.0:
+        with pytest.raises(TooManyCalls):
+            ping(links, peer)
+        calls += 1
+        time.sleep(0.001)
+    assert not links.dead(peer)
+    assert 1 <= len(tries) <= 5 and calls > 10 * len(tries), "after 0, 0.25, 0.75 and 1.75 s"
+    refuse.clear()
+    wait_until("it is tried again", lambda: reached(links, peer), LATE_S)
+    ping(links, peer)
+    server.stop()
+
+
+def reached(links: PeerLinks, peer: PoolNode) -> bool:
+    try:
+        ping(links, peer)
+    except TooManyCalls:
+        return False
+    return True
 
 
 def pinged(connection: DataConnection) -> bytearray:
