@@ -90,7 +90,13 @@ def dial(server: DataEntry, pool: str, caller: str, silence_s: float = ASK_S) ->
         raise NodeUnavailable(f"{server.node}: its data server has no address")
     deadline_s = time.monotonic() + ASK_S
     return DataConnection.open(
-        server.addresses[0], hello, credentials, tls=server.tls, deadline_s=deadline_s, silence_s=silence_s
+        server.addresses[0],
+        hello,
+        credentials,
+        tls=server.tls,
+        plain_from=server.private_networks,
+        deadline_s=deadline_s,
+        silence_s=silence_s,
     )
 
 
@@ -118,10 +124,12 @@ def _directory_text(server: DataEntry, state: dict[str, Any] | None) -> str:
     since = f", {oldest[0]} last heard {duration_text(oldest[1])} ago" if oldest else ""
     heard = state.get("catalog_heard_ago_s")
     fault = (state.get("membership") or {}).get("fault", "")
+    missing = state.get("ktls_missing", "")
+    ktls = f"; TLS without the kernel: {missing}" if server.tls and missing else ""
     catalog = f", the catalog {duration_text(heard)} ago" if heard is not None else ""
     return (
         f"{pages}; {state.get('connections', 0)} connections; "
-        f"lists {state.get('entries', 0)} of {len(ages)} nodes{since}{catalog}{f'; {fault}' if fault else ''}"
+        f"lists {state.get('entries', 0)} of {len(ages)} nodes{since}{catalog}{ktls}{f'; {fault}' if fault else ''}"
     )
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from kvstore.config.reading import networks_of, parse_networks
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.shm.unix_sockets import short
 from kvstore.wire.data import (
@@ -291,6 +292,7 @@ class DialCredentials:
             replaced at run time.
         ca, cert, key: paths of PEM files; TLS is used if one of them, or ``server_name``, is given.
         server_name: the name in the server's certificate, if it differs from the address's host.
+        private_networks: networks, in CIDR notation, to which connections may be plain although there are credentials.
     """
 
     token: str = ""
@@ -299,6 +301,7 @@ class DialCredentials:
     key: str = ""
     server_name: str = ""
     token_file: str = ""
+    private_networks: tuple[str, ...] = ()
 
     @property
     def token_now(self) -> str:
@@ -320,6 +323,7 @@ class DialCredentials:
 
 
 UNIX: Final = "unix:"
+PRIVATE_NETWORKS: Final = "KVSTORE_DATA_PRIVATE_NETWORKS"
 SILENCE_S: Final = 0.5  # a peer that has to send bytes and sends none for this time counts as dead
 
 
@@ -350,6 +354,7 @@ class DataConnection:
         credentials: DialCredentials | None = None,
         *,
         tls: bool | None = None,
+        plain_from: Sequence[str] = (),
         deadline_s: float,
         silence_s: float = SILENCE_S,
     ) -> DataConnection:
@@ -357,6 +362,8 @@ class DataConnection:
 
         Args:
             tls: whether the server's connections are encrypted; None to decide by the credentials.
+            plain_from: networks from which the server accepts plain connections, too. They are used if the server is in
+                a private network of the credentials.
             deadline_s: a time of ``time.monotonic()``.
 
         Raises:
@@ -367,7 +374,7 @@ class DataConnection:
         """
         within_s = max(0.001, min(deadline_s - time.monotonic(), silence_s))
         try:
-            sock = _connect(address, credentials or DialCredentials(), tls, bool(hello.token), within_s)
+            sock = _connect(address, credentials or DialCredentials(), tls, plain_from, bool(hello.token), within_s)
         except InvalidRequest:
             raise
         except TimeoutError:
@@ -466,7 +473,9 @@ class DataConnection:
         self._stream.close()
 
 
-def _connect(address: str, ours: DialCredentials, tls: bool | None, token: bool, within_s: float) -> socket.socket:
+def _connect(
+    address: str, ours: DialCredentials, tls: bool | None, plain_from: Sequence[str], token: bool, within_s: float
+) -> socket.socket:
     if address.startswith(UNIX):  # the socket's permissions decide who may connect
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -478,8 +487,9 @@ def _connect(address: str, ours: DialCredentials, tls: bool | None, token: bool,
             raise
         return sock
     host, port = _split(address)
+    is_private = is_in(host, ours.private_networks)
     context = _context(ours) if (ours.tls if tls is None else tls) else None
-    if context is None and not is_loopback(host):
+    if context is None and not is_loopback(host) and not is_private:
         if token:
             raise InvalidRequest(
                 "token", f"would be sent unencrypted to {host}: give the authorities of its certificate"
@@ -487,7 +497,9 @@ def _connect(address: str, ours: DialCredentials, tls: bool | None, token: bool,
         if ours.tls:  # a writer of the catalog cannot switch TLS off
             raise InvalidRequest("tls", f"must be used by {host}: its pages would be sent unencrypted")
     sock = socket.create_connection((host, port), within_s)
-    return context.wrap_socket(sock, server_hostname=ours.server_name or host) if context is not None else sock
+    if context is None or (is_private and is_in(sock.getsockname()[0], plain_from)):
+        return sock
+    return context.wrap_socket(sock, server_hostname=ours.server_name or host)
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -517,12 +529,23 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_in(host: str, networks: Sequence[str]) -> bool:
+    """Return whether ``host`` is an IP address in one of these networks, which are in CIDR notation."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    address = getattr(address, "ipv4_mapped", None) or address
+    return any(address in ipaddress.ip_network(each) for each in networks)
+
+
 def credentials_of(env: Mapping[str, str]) -> DialCredentials:
     """``KVSTORE_TOKEN`` or ``KVSTORE_TOKEN_FILE``, ``KVSTORE_TLS_CA``, ``KVSTORE_TLS_CERT`` and ``KVSTORE_TLS_KEY``, as
-    for ``kv://`` addresses. The catalog's entry of a data server says whether its connections are encrypted.
+    for ``kv://`` addresses, and ``KVSTORE_DATA_PRIVATE_NETWORKS``, which a daemon reads as its setting. The catalog's
+    entry of a data server says whether its connections are encrypted.
 
     Raises:
-        InvalidRequest: the token's file cannot be read. The error names the variable.
+        InvalidRequest: the token's file cannot be read, or a network is not valid. The error names the variable.
     """
     token, file = env.get("KVSTORE_TOKEN", ""), env.get("KVSTORE_TOKEN_FILE", "")
     file = file if not token else ""
@@ -532,4 +555,5 @@ def credentials_of(env: Mapping[str, str]) -> DialCredentials:
         except OSError as error:
             raise InvalidRequest("KVSTORE_TOKEN_FILE", f"cannot be read: {error.strerror}") from None
     paths = {name: env.get(f"KVSTORE_TLS_{name.upper()}", "") for name in ("ca", "cert", "key")}
-    return DialCredentials(token=token, token_file=file, **paths)
+    networks = networks_of(parse_networks(env.get(PRIVATE_NETWORKS, ""), PRIVATE_NETWORKS))
+    return DialCredentials(token=token, token_file=file, private_networks=networks, **paths)

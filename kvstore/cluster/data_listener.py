@@ -29,20 +29,21 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from kvstore import boundary
-from kvstore.cluster.data_connection import Admit, Buffer, Caller, Exchange, Handler, Stream
+from kvstore.cluster.data_connection import Admit, Buffer, Caller, Exchange, Handler, Stream, is_in, is_loopback
 from kvstore.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
     KVStoreError,
     TooManyCalls,
+    Unauthenticated,
     Unavailable,
     VersionMismatch,
 )
@@ -71,6 +72,8 @@ ACCEPT_PAUSE_S: Final = 0.25  # after a failed accept
 LINGERING_MAX: Final = 32  # workers that wait for the next request on their connection
 WORKER_IDLE_S: Final = 10.0  # a worker without work ends after this time
 RECYCLE_S: Final = 3.0  # a connection that was idle for this long is closed if its caller needs another one
+
+TLS_HANDSHAKE: Final = b"\x16"  # the first byte of a TLS connection; a plain one begins with the magic of HELLO
 
 log = logging.getLogger("kvstore.data")
 
@@ -106,6 +109,8 @@ class Server:
         admit: identifies a caller. Called in the event loop, and by workers.
         tls: the TLS context; None if connections are plain.
         process: the number of this server; "" for a random number.
+        private_networks: networks in CIDR notation. Without any, all connections are plain, or with ``tls`` none is.
+            With some, connections from there and from loopback may be plain, and others have to use TLS.
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class Server:
         limits: ServerLimits | None = None,
         tls: ssl.SSLContext | None = None,
         process: str = "",
+        private_networks: Sequence[str] = (),
     ) -> None:
         assert set(handlers) <= REQUESTS
         self.node = node
@@ -123,6 +129,7 @@ class Server:
         self.limits = limits or ServerLimits()
         self.tls = tls
         self.admit = admit
+        self.private_networks = private_networks
         self._handlers = handlers
         self.boundaries = {kind: boundary.RequestGuard(f"data/{kind.name}") for kind in REQUESTS}
         self._guard = boundary.RequestGuard("data/connection")
@@ -548,8 +555,16 @@ class _Connection:
                 self._stream.send_frame_now(FrameKind.ERROR, self._request, body)
 
     def _secure(self) -> bool:
-        """Continue the TLS handshake if the server uses TLS. Return whether requests can be received."""
+        """Continue the TLS handshake if the connection uses TLS. Return whether requests can be received."""
         context, sock = self._server.tls, self._sock
+        if self._server.private_networks and not isinstance(sock, ssl.SSLSocket):
+            try:
+                first = sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise WireError(f"{self.peer}: the connection is lost ({error})") from None
+            context = context if first == TLS_HANDSHAKE else None
         if context is not None:
             try:
                 if not isinstance(sock, ssl.SSLSocket):
@@ -567,7 +582,15 @@ class _Connection:
             self.events = select.EPOLLIN
             self._names = names_of(sock.getpeercert())
         self._stream = Stream(sock, self._server.limits.silence_s, self.peer)
+        if context is None and self._server.private_networks:
+            self._check_private()
         return True
+
+    def _check_private(self) -> None:
+        """Raise Unauthenticated if a plain connection does not come from a private network."""
+        if not self.address or is_loopback(self.address) or is_in(self.address, self._server.private_networks):
+            return
+        raise Unauthenticated(f"{self.address} is in no private network of {self._server.node}: connect with TLS")
 
     def _fill(self, stream: Stream, wait: bool) -> bool:
         """Receive what has arrived of the current head or body. Return whether it is complete."""

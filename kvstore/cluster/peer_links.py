@@ -47,6 +47,7 @@ class PoolNode:
         tls: whether connections to it are encrypted.
         transports: the transports that its pages may be sent over.
         tls_name: the name in the data server's certificate; "" if that is the address.
+        private_networks: networks from which it accepts plain connections as well.
     """
 
     name: str
@@ -56,6 +57,7 @@ class PoolNode:
     tls: bool = False
     transports: tuple[str, ...] = ("tcp",)
     tls_name: str = ""
+    private_networks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,14 @@ class PoolView:
         node: the node whose view it is.
         heard_s: when the catalog last gave a sign of life, in seconds since the machine's start.
         peers: name -> node, including the node itself.
+        private_networks: networks to which the node's processes may connect without encryption.
     """
 
     pool: str
     node: str
     heard_s: float
     peers: dict[str, PoolNode]
+    private_networks: tuple[str, ...] = ()
 
     def lists(self, incarnation: int) -> bool:
         """Return whether the view has this node with this incarnation, and not another node that took over the name."""
@@ -128,7 +132,7 @@ def _read(path: Path) -> PoolView | None:
     try:
         document = json.loads(read_plain(path))
         peers = [PoolNode(**_tuples(_known_fields(PoolNode, each))) for each in document["peers"]]
-        return PoolView(**{**_known_fields(PoolView, document), "peers": {peer.name: peer for peer in peers}})
+        return PoolView(**{**_tuples(_known_fields(PoolView, document)), "peers": {peer.name: peer for peer in peers}})
     except (OSError, NotPlain, ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -287,7 +291,10 @@ class PeerLinks:
         ours = self._credentials
         hello = replace(self._hello, node=peer.name, process=peer.process, token=ours.token_now)
         ours = replace(ours, server_name=peer.tls_name) if peer.tls and not ours.server_name else ours
-        return DataConnection.open(peer.addresses[0], hello, ours, tls=peer.tls, deadline_s=deadline_s)
+        plain_from = peer.private_networks
+        return DataConnection.open(
+            peer.addresses[0], hello, ours, tls=peer.tls, plain_from=plain_from, deadline_s=deadline_s
+        )
 
     def _check_full(self, peer: PoolNode, now_s: float) -> None:
         """Raise TooManyCalls if the data server had no free connection, and is not to be tried yet."""

@@ -32,6 +32,7 @@ from kvstore.config.reading import (
     parse_address,
     parse_count,
     parse_data,
+    parse_networks,
     parse_number,
     parse_nvme,
     parse_path,
@@ -231,7 +232,7 @@ class NodeConfig(DaemonConfig):
         (
             "HOST:PORT of the data server, from which other nodes read this node's pages; none: no data "
             "server; auto: a free port of loopback if there is a catalog. Beyond loopback it needs TLS "
-            "and identities."
+            "and identities, or data_private_networks."
         ),
         metavar="HOST:PORT|auto|none",
     )
@@ -239,6 +240,16 @@ class NodeConfig(DaemonConfig):
         256,
         parse_count,
         "How many connections of identified callers the data server accepts. Callers that want many get equal parts.",
+    )
+    data_private_networks: str = setting(
+        "",
+        parse_networks,
+        (
+            "Networks in which data connections may be plain TCP because they are private, such as 10.0.0.0/8, "
+            "separated by commas. Machines in them need no certificate, and everything is sent unencrypted. From other "
+            "networks only TLS is accepted."
+        ),
+        metavar="CIDR",
     )
     data_transports: str = setting(
         "auto",

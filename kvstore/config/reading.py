@@ -9,6 +9,7 @@ certificates, keys.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import math
 import os
 import re
@@ -263,6 +264,22 @@ def parse_data(value: object, name: str = "data") -> str:
     if text not in (DATA_AUTO, DATA_NONE):
         parse_address(text, name)
     return text
+
+
+def parse_networks(value: object, name: str) -> str:
+    """Parse networks in CIDR notation, separated by commas."""
+    text = parse_text(value, name)
+    for each in networks_of(text):
+        try:
+            ipaddress.ip_network(each)
+        except ValueError as error:
+            raise InvalidRequest(name, f"must be networks such as 10.0.0.0/8 ({error})") from None
+    return text
+
+
+def networks_of(text: str) -> tuple[str, ...]:
+    """Return the networks in a list that is separated by commas."""
+    return tuple(each.strip() for each in text.split(",") if each.strip())
 
 
 SECTIONS = ("node", "engine", "conductor")

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from kvstore.cluster.data_connection import credentials_of
 from kvstore.cluster.membership import Membership, host, machine, reachable
 from kvstore.cluster.peer_links import PeerLinks, PeersFile
 from kvstore.config import NodeConfig, format_size
+from kvstore.config.reading import networks_of
 from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
 from kvstore.logs import event
 from kvstore.node import on_stop
@@ -172,7 +174,9 @@ def _announce(
     config: NodeConfig, node: Node, membership: Membership, entry: NodeEntry, life: Life, calls: dict[str, Call]
 ) -> Announcer:
     """Start announcing the node's pages to the pool. Adds admin calls that report what was announced and received."""
-    links, peers_file = PeerLinks(config.pool, config.name, credentials_of(os.environ)), PeersFile(node.folder)
+    networks = networks_of(config.data_private_networks)
+    credentials = replace(credentials_of(os.environ), private_networks=networks)
+    links, peers_file = PeerLinks(config.pool, config.name, credentials), PeersFile(node.folder)
     announcer = Announcer(
         *(node, config.name, entry.process, membership, peers_file, links, config.catalog_ttl_s),
         has_data_server=has_data_server(config),

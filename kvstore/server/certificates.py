@@ -153,6 +153,16 @@ class ServerCertificate:
         return [str(value) for _, value in fields.get("subjectAltName", ())]
 
 
+def ktls_missing() -> str:
+    """Return why the kernel cannot encrypt TLS connections of this process (kTLS), or "" if it can. Nothing uses it
+    yet: OpenSSL encrypts in this process."""
+    if not hasattr(ssl, "OP_ENABLE_KTLS"):
+        return "this Python has no ssl.OP_ENABLE_KTLS, which is in 3.12 and later"
+    if not Path("/sys/module/tls").exists():
+        return "the kernel's tls module is not loaded"
+    return ""
+
+
 class _Renewal:
     """Detects that a server's files changed to other valid files. While they are invalid, perhaps half written, the
     server keeps the old certificate."""

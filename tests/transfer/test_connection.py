@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import pytest
 from kvstore.cluster import data_connection, data_listener
 from kvstore.cluster.data_connection import Caller, DataConnection, DialCredentials, Exchange, Handler
 from kvstore.cluster.data_listener import LINGERING_MAX, LOOK_S, Server, ServerLimits
+from kvstore.config import NodeConfig
 from kvstore.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -25,6 +27,7 @@ from kvstore.errors import (
     Unavailable,
     VersionMismatch,
 )
+from kvstore.node.cluster.data_server import address_of
 from kvstore.server.certificates import ServerCertificate
 from kvstore.wire import data as wire
 from kvstore.wire.data import HEAD, MAGIC, VERSION, FrameKind, Hello
@@ -179,6 +182,62 @@ def test_nothing_travels_in_clear_to_another_machine() -> None:
         DataConnection.open("192.0.2.1:7000", Hello(token="t"), deadline_s=later())
     with pytest.raises(InvalidRequest, match="tls"):  # whatever the catalog says
         DataConnection.open("192.0.2.1:7000", Hello(), DialCredentials(ca="ca.pem"), tls=False, deadline_s=later())
+
+
+def test_plain_connections_come_from_private_networks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a certificate, one port takes TLS from everywhere as well."""
+    monkeypatch.setattr(data_listener, "is_loopback", lambda host: False)
+    certificates = Certificates(tmp_path)
+    theirs = DialCredentials("", *(str(certificates.path(name)) for name in ("ca.pem", "client.pem", "client.key")))
+    for tls in (None, shown(certificates).for_sockets()):
+        server = Server("n1", {}, admit, LIMITS, tls, private_networks=("127.0.0.2/32", "10.0.0.0/8"))
+        host, _, port = server.start("127.0.0.1", 0).rpartition(":")
+        body = wire.pack_hello(Hello())
+        hello = wire.pack_head(FrameKind.HELLO, 0, len(body)) + body
+        inside = socket.create_connection((host, int(port)), SOON_S, ("127.0.0.2", 0))
+        inside.sendall(hello)
+        assert wire.unpack_head(inside.recv(HEAD.size, socket.MSG_WAITALL)).kind is FrameKind.WELCOME
+        inside.close()
+        outside = socket.create_connection((host, int(port)), SOON_S, ("127.0.0.1", 0))
+        outside.sendall(hello[: HEAD.size])
+        error = last_words(outside)
+        assert isinstance(error, Unauthenticated) and "127.0.0.1 is in no private network" in str(error)
+        if tls is not None:
+            opened(f"{host}:{port}", credentials=theirs).close()
+        server.stop()
+        assert not server.connections
+
+
+def test_a_client_uses_a_plain_connection_if_both_ends_say_that_the_network_is_private(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    server = Server("n1", {}, admit, LIMITS, shown(certificates).for_sockets(), private_networks=("127.0.0.0/8",))
+    address = server.start("127.0.0.1", 0)
+    files = (str(certificates.path(name)) for name in ("ca.pem", "client.pem", "client.key"))
+    ours, here, far = DialCredentials("", *files), ("127.0.0.0/8",), ("10.0.0.0/8",)
+    for mine, its, is_plain in ((here, here, True), (here, far, False), ((), here, False), ((), (), False)):
+        connection = DataConnection.open(
+            address,
+            Hello(),
+            replace(ours, private_networks=mine),
+            tls=True,
+            plain_from=its,
+            deadline_s=later(),
+            silence_s=SOON_S,
+        )
+        assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
+        assert isinstance(connection._stream._sock, ssl.SSLSocket) is not is_plain
+        connection.close()
+    server.stop()
+
+
+@pytest.mark.parametrize("networks", ["", "10.0.0.0/8"])
+def test_a_data_server_beyond_loopback_needs_tls_or_a_private_network(networks: str) -> None:
+    config = NodeConfig(name="n", data="192.0.2.1:7070", data_private_networks=networks)
+    if networks:
+        assert address_of(config) == ("192.0.2.1", 7070)
+    else:
+        with pytest.raises(InvalidRequest, match="needs TLS"):
+            address_of(config)
 
 
 @pytest.mark.parametrize(

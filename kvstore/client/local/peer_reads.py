@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -323,17 +323,18 @@ class PeerReader:
         """Create what is needed to reach other nodes, once, and return the finder."""
         with self._lock:
             if self._finder is None:
-                self._links = PeerLinks(view.pool, f"client of {view.node}", _credentials())
+                self._links = PeerLinks(view.pool, f"client of {view.node}", _credentials(view))
                 self._mover = PageMover(TRANSPORTS, self._links)
                 self._finder = Finder(self._peers, self._links, self._cache_s)
             return self._finder
 
 
-def _credentials() -> DialCredentials:
-    """Return the credentials in the environment. If they are invalid, pages of other nodes cannot be read, but local
-    reads succeed."""
+def _credentials(view: PoolView) -> DialCredentials:
+    """Return the credentials in the environment, and the private networks of the node. If the credentials are invalid,
+    pages of other nodes cannot be read, but local reads succeed."""
     try:
-        return credentials_of(os.environ)
+        credentials = credentials_of(os.environ)
     except InvalidRequest as error:
         log.warning("connecting to data servers without credentials: %s", error)
-        return DialCredentials()
+        credentials = DialCredentials()
+    return replace(credentials, private_networks=view.private_networks or credentials.private_networks)

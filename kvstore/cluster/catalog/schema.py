@@ -19,6 +19,7 @@ but cannot crash it.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import logging
 import re
@@ -109,6 +110,7 @@ class DataEntry:
         addresses: HOST:PORT of its data connections, best first.
         tls: whether connections are encrypted.
         tls_name: the name in the server's certificate, if it differs from the address.
+        private_networks: networks, in CIDR notation, from which plain connections are accepted as well.
         transports: transport -> why it is unavailable, or "" if it is available.
     """
 
@@ -119,6 +121,7 @@ class DataEntry:
     addresses: tuple[str, ...] = ()
     tls: bool = False
     tls_name: str = ""
+    private_networks: tuple[str, ...] = ()
     transports: dict[str, str] = field(default_factory=lambda: {"tcp": ""})
     host: str = ""
     version: str = ""
@@ -261,6 +264,11 @@ def _check_value(item: dataclasses.Field[Any], values: dict[str, Any]) -> Any:
             problem = f"must be a list of at most {ITEMS_MAX} HOST:PORT"
         else:
             value = tuple(value)
+    elif name == "private_networks":
+        if not isinstance(value, list) or len(value) > ITEMS_MAX or not all(map(_is_network, value)):
+            problem = f"must be a list of at most {ITEMS_MAX} networks in CIDR notation"
+        else:
+            value = tuple(value)
     elif name == "capacity_bytes":
         if not _is_object(value) or not all(type(size) is int and 0 <= size < 1 << 63 for size in value.values()):
             problem = f"must be an object of at most {ITEMS_MAX} sizes"
@@ -284,6 +292,13 @@ def _check_value(item: dataclasses.Field[Any], values: dict[str, Any]) -> Any:
 
 def _is_object(value: object) -> bool:
     return isinstance(value, dict) and len(value) <= ITEMS_MAX
+
+
+def _is_network(item: object) -> bool:
+    try:
+        return isinstance(item, str) and bool(ipaddress.ip_network(item))
+    except ValueError:
+        return False
 
 
 def _is_address(item: object) -> bool:

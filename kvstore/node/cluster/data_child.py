@@ -33,6 +33,7 @@ SETTINGS: Final = (
     *(
         "shm_dir",
         "data_connections",
+        "data_private_networks",
         "data_transports",
         "tls_cert",
         "tls_key",

@@ -32,7 +32,7 @@ from kvstore.cluster.nixl import NixlAgent
 from kvstore.cluster.page_mover import TRANSPORTS, missing_here
 from kvstore.cluster.peer_links import PeersFile, PoolNode, PoolView
 from kvstore.config import NodeConfig, parse_address
-from kvstore.config.reading import DATA_AUTO, DATA_NONE, TRANSPORTS_AUTO, ChangedFiles
+from kvstore.config.reading import DATA_AUTO, DATA_NONE, TRANSPORTS_AUTO, ChangedFiles, networks_of
 from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unauthenticated, Unavailable
 from kvstore.limits import UNKNOWN_PART
 from kvstore.node.cluster.directory_shell import DirectoryShell
@@ -80,24 +80,31 @@ class ViewKeeper:
 
     One thread calls ``refresh``."""
 
-    def __init__(self, folder: NodeFolder, pool: str, members: Membership) -> None:
+    def __init__(self, folder: NodeFolder, pool: str, members: Membership, private_networks: tuple[str, ...]) -> None:
         self._folder = folder
         self._members = members
-        self._view = PoolView(pool, folder.name, 0.0, {})
+        self._view = PoolView(pool, folder.name, 0.0, {}, private_networks)
         self._written = False
 
     def refresh(self) -> None:
         """Write the file if its contents have changed."""
         peers = {
             name: PoolNode(
-                name, each.process, each.incarnation, each.addresses, each.tls, offered_by(each), each.tls_name
+                name,
+                each.process,
+                each.incarnation,
+                each.addresses,
+                each.tls,
+                offered_by(each),
+                each.tls_name,
+                each.private_networks,
             )
             for name, each in server_by_node(self._members.nodes(), self._members.data_servers()).items()
         }
         heard_s, before = self._members.heard_s, self._view
         if self._written and peers == before.peers and heard_s < before.heard_s + HEARD_STEP_S:
             return
-        self._view = PoolView(before.pool, before.node, heard_s, peers)
+        self._view = replace(before, heard_s=heard_s, peers=peers)
         try:
             peer_links.write(self._folder, self._view)
             self._written = True
@@ -121,8 +128,8 @@ def address_of(config: NodeConfig) -> tuple[str, int]:
     """Return the numeric address and port to listen on.
 
     Raises:
-        InvalidRequest: the address is beyond loopback without TLS or identities, these or a certificate are invalid,
-            there is no such host, or the address is a wildcard, which other nodes cannot dial.
+        InvalidRequest: the address is beyond loopback without TLS or identities (or private networks), these or a
+            certificate are invalid, there is no such host, or the address is a wildcard, which other nodes cannot dial.
     """
     named = config.data not in (DATA_AUTO, DATA_NONE)
     host_name, port = parse_address(config.data, "data") if named else ("127.0.0.1", 0)
@@ -130,7 +137,7 @@ def address_of(config: NodeConfig) -> tuple[str, int]:
     if config.catalog and ipaddress.ip_address(number).is_unspecified:
         raise InvalidRequest("data", f"must be an address that other nodes can reach (got {config.data})")
     identities = Identities(config.identities)
-    if not is_loopback(number):
+    if not is_loopback(number) and (config.tls_cert is not None or not config.data_private_networks):
         check_remote(config, identities, config.data, "data")
     check_certificates(config, identities)
     ServerCertificate.of(config)
@@ -177,7 +184,11 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
             limits_of(config),
             tls=certificate.for_sockets() if certificate is not None else None,
             process=process,
+            private_networks=networks_of(config.data_private_networks),
         )
+        if config.data_private_networks:
+            what = "data connections from these networks may be plain, and can then be read on the way"
+            logs.event(log, logging.WARNING, what, networks=config.data_private_networks)
         address = server.start(*where)
         life.at_end(server.stop)
         file.write(RunningDataServer(os.getpid(), server.process, address, child))
@@ -302,6 +313,7 @@ class _CatalogEntry:
             addresses=(address,),
             tls=config.tls_cert is not None,
             tls_name=self._tls_name(address, ""),
+            private_networks=networks_of(config.data_private_networks),
             transports=transports_of(config),
             host=host(),
             version=about.version(),
@@ -383,7 +395,8 @@ class _CatalogEntry:
             return False
         self._joining.note_success()
         self._membership = self._directory.members = membership
-        self._keeper = ViewKeeper(self._node.folder, self._config.pool, membership)
+        networks = networks_of(self._config.data_private_networks)
+        self._keeper = ViewKeeper(self._node.folder, self._config.pool, membership, networks)
         if self._entry is not entry:
             membership.update(self._entry)
         return True

@@ -30,6 +30,7 @@ from kvstore.cluster.peer_links import PeersFile, PoolView
 from kvstore.errors import PermissionDenied
 from kvstore.limits import ALONE, Owner, ThreadShares
 from kvstore.model.prefix import Fingerprints, veil_of
+from kvstore.server.certificates import ktls_missing
 from kvstore.wire.data import FrameKind
 
 DECIDED: Final = boundary.StateGuard("state/directory")  # held while the directory changes; lookups do not need it
@@ -126,6 +127,7 @@ class DirectoryShell:
             view, directory, heard_s = self._peers.look(), self._owner.directory, self._owner.heard_s
             return {
                 "membership": self.membership(),
+                "ktls_missing": ktls_missing(),
                 "catalog_heard_ago_s": round(boot_s() - view.heard_s, 3) if view is not None else None,
                 "peers": sorted(view.peers) if view is not None else [],
                 "entries": len(directory),
