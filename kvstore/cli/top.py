@@ -61,7 +61,7 @@ COUNTER_OF: Final = {"get": "gets", "put": "puts", "put_async": "puts_async", "l
 CALL_OF: Final = {"node": "Store/Stats", "engine": "Engine/Status", "conductor": "Conductor/Status"}
 """The call that returns a member's document, for each kind of member."""
 FROM_CATALOG: Final = ("role", "model", "node", "policy")
-HIDDEN: Final = {"member", "name", "host", "address", "tiers", "error", "interval_s", "routed", "refused"}
+HIDDEN: Final = {"member", "name", "host", "address", "tiers", "error", "interval_s", "routed", "refused", "recent"}
 """Fields that only --json shows."""
 
 
@@ -411,6 +411,8 @@ def _conductor_facts(reply: Document, rates: Rates) -> Frame:
         "refused_per_s": rates.per_s("answers", "refused"),
         "waiting": open_requests[0],
         "open": sum(open_requests),
+        "ttft_error_ratio": number(reply, "ttft_error"),
+        "recent": recent if isinstance(recent := reply.get("recent"), list) else [],
     }
 
 

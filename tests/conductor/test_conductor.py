@@ -74,6 +74,11 @@ def test_an_engine_that_is_given_by_its_address(machine: Machine) -> None:
     conductor = serve_conductor(machine, engine=engine.address)
     with client_of(conductor) as client:
         assert client.answer(prompt(40)).finished.reason == "length"
+        (ended,) = client.status()["recent"]
+        assert ended["outcome"] == "length" and ended["prompt_tokens"] == 40 and ended["cached_tokens"] == {}
+        assert ended["route"]["computes"] == ended["route"]["answers"] == engine.address
+        assert 0 < ended["ttft_s"] <= ended["took_s"] and ended["predicted_ttft_s"] > 0
+        assert client.status()["ttft_error"] > 0
         by = ("--conductor", conductor.address)
         shown = machine.run("route", *by, "--explain", "Once upon a time")
         assert shown.returncode == 0 and "It is sent at once." in shown.stdout, shown.stderr

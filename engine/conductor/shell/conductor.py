@@ -208,6 +208,8 @@ class Conductor:
             "routed": self.tally.routed,
             "role_refusals": self.tally.role_refusals,
             "answers": dict(self.tally.outcomes),
+            "ttft_error": self.tally.ttft_error,
+            "recent": self.tally.recent_requests(now_s),
             "membership": self.membership(),
         }
 

@@ -7,7 +7,7 @@ and gRPC methods, so the number of series is bounded.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -30,6 +30,9 @@ HTTP_METRICS: Final = (
     _about("gauge", "http_connections", "HTTP connections that are open."),
     _about("counter", "http_sent_bytes", "Bytes of replies over HTTP."),
 )
+RECENT_MAX: Final = 64
+ERROR_SMOOTH: Final = 0.02
+ERROR_MAX: Final = 10.0
 GONE: Final = 499  # the status that counts a request whose client has gone
 
 METRICS: Final = (
@@ -42,6 +45,7 @@ METRICS: Final = (
     _about("counter", "kv_events", f"KV events of back ends: {', '.join(KV_OUTCOMES)}.", "outcome"),
     _about("histogram", "decision_seconds", "Time of a decision about a new request."),
     _about("histogram", "ttft_seconds", "Time from a request's arrival to its first token."),
+    _about("gauge", "ttft_error_ratio", "Mean relative error of the predicted times to the first token."),
     _about("gauge", "requests_here", "Requests by phase: waiting, kept (for a prefix), sent, decoding.", "phase"),
     _about("gauge", "engines", "Engines that serve requests, by role.", "role"),
     _about("gauge", "engines_draining", "Engines that drain: they accept no new requests."),
@@ -73,6 +77,9 @@ class ConductorTally:
         decided: the time of a decision about a new request.
         ttft: the time from a request's arrival to its first token.
         kv_events: KV events of foreign engines, by outcome.
+        recent: the requests that ended last, as documents.
+        ttft_error: how far predictions of the first token were off: a moving mean of ``|predicted / measured - 1|``,
+            in which an error counts as at most ``ERROR_MAX``; None before the first one.
     """
 
     def __init__(self) -> None:
@@ -80,6 +87,20 @@ class ConductorTally:
         self.routed = self.broken = self.role_refusals = self.prompt_tokens = self.completion_tokens = 0
         self.kv_events: Counter[str] = Counter(dict.fromkeys(KV_OUTCOMES, 0))
         self.decided, self.ttft = Durations(), Durations()
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_MAX)
+        self.ttft_error: float | None = None
+
+    def recent_requests(self, now_s: float) -> list[dict[str, Any]]:
+        """Return ``recent``, with the seconds since each end."""
+        return [{**each, "ended_ago_s": round(now_s - each["ended_at_s"], 1)} for each in list(self.recent)]
+
+    def add_first_token(self, measured_s: float, predicted_s: float) -> None:
+        """Record the time to a first token, and the predicted one; 0 if there was no prediction."""
+        self.ttft.add(measured_s)
+        if predicted_s > 0 and measured_s > 0:
+            error = min(ERROR_MAX, abs(predicted_s / measured_s - 1))
+            before = error if self.ttft_error is None else self.ttft_error
+            self.ttft_error = before + ERROR_SMOOTH * (error - before)
 
 
 class HttpTally:
@@ -143,6 +164,8 @@ class ConductorMetrics(DaemonMetrics):
             add(name, getattr(tally, name))
         add.durations("decision_seconds", tally.decided)
         add.durations("ttft_seconds", tally.ttft)
+        if tally.ttft_error is not None:
+            add("ttft_error_ratio", tally.ttft_error)
         for phase, count in status["requests"].items():
             add("requests_here", count, phase)
         engines = status["engines"].values()

@@ -34,6 +34,7 @@ from engine.state.admission import ROLE
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.server.gate import STALL_S
 
+ROUTE_SHOWN: Final = ("policy", "computes", "answers", "donor", "wait_s", "move_s", "prefill_s")  # of recent requests
 ID_BYTES: Final = 64  # of the client's request id that engines receive: they limit the length of an id
 
 log = logging.getLogger("kvstore.conductor")
@@ -80,6 +81,8 @@ class OpenAnswer:
         self._tokens = 0  # len(self._ids); more than that if an engine reports no ids
         self._attempts = 0
         self._failure = ""  # the last failure of an engine, for an error text
+        self._route: Mapping[str, Any] = {}
+        self._cached: Mapping[str, int] = {}
         self._ended = False
 
     def deliver(self, decision: Decision) -> None:
@@ -89,8 +92,7 @@ class OpenAnswer:
     async def cancel(self) -> None:
         """End the work, because the client has disconnected. Does nothing if the work has ended."""
         if not self._ended:
-            self._ended = True
-            self._conductor.tally.outcomes["cancelled"] += 1
+            self._record_end("cancelled")
             self._conductor.handle(ev.RequestCancelled(time.monotonic(), self._number))
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
@@ -109,7 +111,8 @@ class OpenAnswer:
                 case do.Send():
                     self._conductor.tally.routed += 1
                     rules = self._conductor.config.rules
-                    yield AnswerRoute({**route_document(decision, rules.policy, rules.split), **self._explanation})
+                    self._route = route_document(decision, rules.policy, rules.split)
+                    yield AnswerRoute({**self._route, **self._explanation})
                     async with contextlib.aclosing(self._parts_from(decision)) as parts:
                         async for part in parts:
                             yield part
@@ -136,6 +139,8 @@ class OpenAnswer:
                 async for part in parts:
                     if isinstance(part, Finished):
                         result = attempt.prefill_result(part.usage, len(self.request.tokens), known.speeds)
+                        usage = part.usage
+                        self._cached = usage.prefill_cached_tokens if usage.prefill_engine else usage.cached_tokens
                         self._finish(part.reason, *result)
                         yield AnswerEnd(part.reason, part.text, self._usage(part.usage, attempt))
                         return
@@ -187,7 +192,7 @@ class OpenAnswer:
         now_s, count = time.monotonic(), max(1, len(part.ids))
         if not self._tokens:
             self._first_s = now_s
-            self._conductor.tally.ttft.add(now_s - self._arrived_s)
+            self._conductor.tally.add_first_token(now_s - self._arrived_s, self._predicted_s())
         if not self._second_s and self._tokens + count > 1:
             self._second_s = now_s
         if is_first:
@@ -196,9 +201,8 @@ class OpenAnswer:
         self._ids += part.ids
 
     def _finish(self, reason: str, cached: int = 0, prefill_s: float = 0.0) -> None:
-        self._ended = True
         tally = self._conductor.tally
-        tally.outcomes[reason if reason in tally.outcomes else "failed"] += 1
+        self._record_end(reason if reason in tally.outcomes else "failed")
         tally.completion_tokens += self._tokens
         tally.prompt_tokens += len(self.request.tokens)
         self._conductor.handle(ev.AnswerEnded(time.monotonic(), self._number, self._tokens, cached, prefill_s))
@@ -224,9 +228,30 @@ class OpenAnswer:
         self._conductor.handle(ev.RoleRefused(time.monotonic(), self._number, name))
         self._conductor.members.poll_now(name)
 
+    def _predicted_s(self) -> float:
+        """Return the predicted time from the arrival to the first token; 0 if the request was sent more than once."""
+        is_first = self._attempts == 1 and self._route
+        return float(self._route["waited_s"] + self._route["first_token_s"]) if is_first else 0.0
+
     def _record_end(self, outcome: str) -> None:
         self._ended = True
-        self._conductor.tally.outcomes[outcome] += 1
+        now_s, tally = time.monotonic(), self._conductor.tally
+        tally.outcomes[outcome] += 1
+        tally.recent.append(
+            {
+                "ended_at_s": round(now_s, 3),
+                "outcome": outcome,
+                "model": self.request.model,
+                "tenant": self.request.tenant,
+                "prompt_tokens": len(self.request.tokens),
+                "completion_tokens": self._tokens,
+                "cached_tokens": dict(self._cached),
+                "route": {name: self._route[name] for name in ROUTE_SHOWN if name in self._route},
+                "predicted_ttft_s": round(self._predicted_s(), 4),
+                "ttft_s": round(max(0.0, self._first_s - self._arrived_s), 4),
+                "took_s": round(now_s - self._arrived_s, 4),
+            }
+        )
 
     def _usage(self, usage: Usage, attempt: EngineAttempt | None = None) -> Usage:
         """Return the usage of the last engine, with the tokens and times of the whole answer."""

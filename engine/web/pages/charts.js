@@ -21,6 +21,7 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 function withUnit(value, units, digits = 3) {
   if (!known(value)) return "-";
+  if (value === 0) return `0 ${units.find(([each]) => each === 1)[1]}`;
   let [factor, unit] = units[units.length - 1];
   for (const [each, name] of units) if (Math.abs(value) >= each) { [factor, unit] = [each, name]; break; }
   return `${Number((value / factor).toPrecision(digits))} ${unit}`;

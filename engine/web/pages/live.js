@@ -71,12 +71,33 @@ function show(frame) {
   const byTier = (counts, text) => Object.entries(counts ?? {}).map(([tier, count]) => `${tier} ${known(count) ? text(count) : "-"}`).join(", ");
   const tenants = (frame.tenants ?? []).map((each) => [each.tenant || "(none)", byTier(each.pages, plain), bytes(each.bytes), byTier(each.quota_bytes, bytes)]);
   table(byId("tenants"), "Tenants", ["tenant", "pages", "used", "quota"], tenants);
+  showRecent(members.flatMap((each) => each.recent ?? []));
   const moved = Object.values(frame.tiers ?? {});
   if (moved.length) {
     const sum = (name) => moved.reduce((total, tier) => total + (tier[name] ?? 0), 0);
     recent = [...recent, [Date.now() / 1000, sum("in_bytes_per_s"), sum("out_bytes_per_s")]].slice(-120);
     lines(byId("rates"), "Bytes moved between tiers, last minutes", recent.map((each) => each[0]), [{ name: "in", values: recent.map((each) => each[1]) }, { name: "out", values: recent.map((each) => each[2]) }], speed, { label: clock });
   }
+}
+
+function percentile(values, share) {
+  const sorted = values.filter(known).sort((one, other) => one - other);
+  return sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))] : null;
+}
+
+function showRecent(requests) {
+  const newest = [...requests].sort((one, other) => one.ended_ago_s - other.ended_ago_s);
+  const rows = newest.slice(0, 20).map((each) => {
+    const route = each.route ?? {};
+    const found = Object.entries(each.cached_tokens ?? {}).filter(([, count]) => count > 0).map(([tier, count]) => `${tier} ${plain(count)}`);
+    const where = !route.computes ? "-" : route.computes === route.answers ? route.computes : `${route.computes} for ${route.answers}`;
+    const why = route.computes ? `waits ${seconds(route.wait_s)}, loads ${seconds(route.move_s)}${route.donor ? ` from ${route.donor}` : ""}, computes ${seconds(route.prefill_s)}` : "-";
+    return [seconds(each.ended_ago_s) + " ago", each.outcome ?? "", each.tenant ?? "", plain(each.prompt_tokens), found.join(", ") || "nothing", where, why, `${seconds(each.predicted_ttft_s || null)} / ${seconds(each.ttft_s || null)}`, plain(each.completion_tokens)];
+  });
+  const first = newest.map((each) => each.ttft_s || null);
+  const later = newest.map((each) => (each.completion_tokens > 1 && each.ttft_s ? (each.took_s - each.ttft_s) / (each.completion_tokens - 1) : null));
+  const summary = `Last requests: first token p50 ${seconds(percentile(first, 0.5))}, p90 ${seconds(percentile(first, 0.9))}; later tokens p50 ${seconds(percentile(later, 0.5))}, p90 ${seconds(percentile(later, 0.9))}`;
+  table(byId("recent"), summary, ["ended", "outcome", "tenant", "prompt", "found, tokens", "engine", "predicted when routed", "first token, predicted / real", "answer"], rows);
 }
 
 const clock = (at) => new Date(1000 * at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
