@@ -11,7 +11,7 @@ import kvstore
 from kvstore.cli.cluster import cluster
 from kvstore.cli.node import node_option
 from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_pairs
-from kvstore.cli.tiers import frame_states, of_announcing, of_devices, of_files, of_peers
+from kvstore.cli.tiers import frame_states, of_announcing, of_devices, of_files, of_peers, of_replicas
 
 
 @click.command()
@@ -50,7 +50,7 @@ def status(node: str | None, catalog: str | None, pool: str, as_json: bool) -> N
         "index": f"epoch {stats['index']['epoch']}, {bytes_text(stats['index']['used_bytes'])}",
         "scrubber": ", ".join(f"{value} {name}" for name, value in stats["scrubber"].items()),
     }
-    pairs |= of_announcing(stats) | of_peers(stats) | of_devices(stats)
+    pairs |= of_announcing(stats) | of_replicas(stats) | of_peers(stats) | of_devices(stats)
     pairs |= dict(sorted(stats["counters"].items()))
     print_pairs(pairs)
 

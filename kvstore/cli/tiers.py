@@ -74,6 +74,21 @@ def of_announcing(stats: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
+def of_replicas(stats: Mapping[str, Any]) -> dict[str, object]:
+    """Describe the second copies on other nodes, if there is a pool."""
+    about = stats.get("replicas")
+    if about is None:
+        return {}
+    owed, reason = about["owed_pages"], about["reason"]
+    rest = f"{owed} pages are owed{f': {reason}' if reason else ''}" if owed else "none is owed"
+    rate = about["background_bytes_per_s"]
+    limit = f" of at most {bytes_text(rate)}/s" if rate else ""
+    return {
+        "second copies": f"{about['copied_pages']} pages copied, {rest}",
+        "background": f"{bytes_text(about['background_bytes'])}{limit}, waited {about['background_waited_s']:.1f} s",
+    }
+
+
 def membership_text(about: Mapping[str, Any]) -> str:
     """Return the age of each membership task's last success, or the tasks that fail and why."""
     tasks = {name: task for name, task in about.items() if name != "fault"}

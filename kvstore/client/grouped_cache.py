@@ -437,6 +437,7 @@ class GroupedCache:
         checksum: bool = False,
         wait: bool = False,
         retention: Retention | Sequence[Retention] = (),
+        replicas: int | None = None,
     ) -> tuple[int, ...]:
         """Store pages of ``tokens``, and return the number of new ones per group. Pages already in DRAM are skipped.
 
@@ -444,7 +445,7 @@ class GroupedCache:
             pages: for each group a buffer ``[full pages, page_bytes]`` with all its pages; or a pair of a range and a
                 buffer with only those pages, such as ``(range(4, 6), [2, page_bytes])``; or None. In a full group, a
                 range that does not begin with the first page is stored only if the pages before it are.
-            checksum, wait, retention: as for ``PrefixCache.put``.
+            checksum, wait, retention, replicas: as for ``PrefixCache.put``.
 
         Raises:
             InvalidRequest: as ``PrefixCache.put``; a range is not within the full pages. Nothing was stored.
@@ -465,7 +466,7 @@ class GroupedCache:
             for part in parts:
                 hinted = part.hinted(hints[which.start + row : which.start + row + len(part)])
                 data = rows[row : row + len(part)]
-                new[number] += self.groups[number].put(hinted, data, checksum=checksum, wait=wait)
+                new[number] += self.groups[number].put(hinted, data, checksum=checksum, wait=wait, replicas=replicas)
                 row += len(part)
         return tuple(new)
 

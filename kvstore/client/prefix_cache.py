@@ -19,7 +19,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, as_tokens, check_extras, root_key
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.model.retention import Retention, hints_of
+from kvstore.model.retention import Retention, check_replicas, hints_of, replicated
 from kvstore.model.shard import Shard
 
 
@@ -57,13 +57,15 @@ class PrefixCache(ABC):
     the node is not responding.
 
     Attributes:
-        layout, salt, adapter: the arguments of ``Store.cache``.
+        layout, salt, adapter, replicas: the arguments of ``Store.cache``.
         root: 16 bytes with which every chain of this cache starts.
         page_bytes: the size of a page.
     """
 
-    def __init__(self, layout: Layout, salt: str, adapter: str) -> None:
+    def __init__(self, layout: Layout, salt: str, adapter: str, replicas: int | None = None) -> None:
+        check_replicas(replicas)
         self.layout = layout
+        self.replicas = replicas
         self.salt = salt
         self.adapter = adapter
         self.root = root_key(layout, salt, adapter)
@@ -103,11 +105,22 @@ class PrefixCache(ABC):
         return self.keys(tokens, extras)
 
     def _keys_to_store(
-        self, tokens: Any, extras: Sequence[bytes] | None, retention: Retention | Sequence[Retention]
+        self,
+        tokens: Any,
+        extras: Sequence[bytes] | None,
+        retention: Retention | Sequence[Retention],
+        replicas: int | None = None,
     ) -> Keys:
-        """Return the keys of all full pages, with the retention hints to store."""
+        """Return the keys of all full pages, with the hint bytes to store."""
         keys = self._page_keys(tokens, extras)
-        return keys.hinted(hints_of(retention, len(keys), self._page_tokens)) if retention != () else keys
+        keys = keys.hinted(hints_of(retention, len(keys), self._page_tokens)) if retention != () else keys
+        return keys.hinted(replicated(keys.hints, len(keys))) if self._copies(replicas) > 1 else keys
+
+    def _copies(self, replicas: int | None) -> int:
+        """Return how many copies a put asks for, given its ``replicas``; 1 if the node decides. Raises
+        InvalidRequest."""
+        check_replicas(replicas)
+        return replicas or self.replicas or 1
 
     def _matchable_keys(self, tokens: Any, extras: Sequence[bytes] | None) -> Keys:
         """Return the keys of the pages that a prompt can match: all but the page with its last token."""
@@ -254,6 +267,7 @@ class PrefixCache(ABC):
         checksum: bool = False,
         wait: bool = False,
         retention: Retention | Sequence[Retention] = (),
+        replicas: int | None = None,
     ) -> int:
         """Store the full pages of ``tokens``, and return the number of new ones. Pages already in DRAM are skipped.
 
@@ -271,6 +285,9 @@ class PrefixCache(ABC):
                 node rejects later, because another writer was faster or their parents were evicted.
             retention: how long new pages are worth keeping, for all of them or per range of ``tokens``. A hint for the
                 order of eviction among this cache's own pages. A stored page keeps its first hint.
+            replicas: on how many nodes of the pool new pages are stored, 1 or 2; None: as the cache says. The second
+                copy goes to another machine. With ``wait`` the put returns when both copies are stored; otherwise the
+                node stores the second one soon afterwards. A stored page keeps the number it was first stored with.
 
         There may be fewer new pages than expected: if the store is full of pages that cannot be evicted (leased, being
         written), if another writer was faster, or if parent pages were evicted. The stored pages are always a prefix. A
@@ -282,7 +299,8 @@ class PrefixCache(ABC):
                 contiguous; ``retention`` has the wrong type.
             QuotaExceeded: nothing new was stored, because the tenant's quota is used up.
             NodeUnavailable, DeadlineExceeded: the node, or the device of ``pages``, did not answer in time; some pages
-                may be stored.
+                may be stored. With ``wait`` and two replicas also: the pages are stored, but no other node has stored
+                the second copy. It is owed, and the node continues to try.
             DeviceLost: the device of ``pages`` has failed; some pages may be stored.
         """
 
@@ -295,8 +313,11 @@ class PrefixCache(ABC):
         *,
         checksum: bool = False,
         retention: Retention | Sequence[Retention] = (),
+        replicas: int | None = None,
     ) -> PendingPut:
-        """Do ``put(wait=True)`` without waiting for the last acknowledgements. ``pages`` may be reused at once.
+        """Do ``put(wait=True)`` without waiting for the last acknowledgements, or for second copies.
+
+        ``pages`` may be reused at once.
 
         The pages are also sealed if ``result`` is never called; a later put reads the acknowledgements, or the store
         does soon after its last put.

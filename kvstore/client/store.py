@@ -37,27 +37,34 @@ class Store(AdminVerbs, ObjectVerbs):
         """The node's name."""
 
     @overload
-    def cache(self, layout: Layout, salt: str = "", adapter: str = "") -> PrefixCache: ...
+    def cache(self, layout: Layout, salt: str = "", adapter: str = "", replicas: int | None = None) -> PrefixCache: ...
 
     @overload
-    def cache(self, layout: Sequence[Layout], salt: str = "", adapter: str = "") -> GroupedCache: ...
+    def cache(
+        self, layout: Sequence[Layout], salt: str = "", adapter: str = "", replicas: int | None = None
+    ) -> GroupedCache: ...
 
-    def cache(self, layout: Layout | Sequence[Layout], salt: str = "", adapter: str = "") -> PrefixCache | GroupedCache:
-        """Return the cache of one layout, tenant salt and adapter. The call is cheap. Different caches share no pages.
+    def cache(
+        self, layout: Layout | Sequence[Layout], salt: str = "", adapter: str = "", replicas: int | None = None
+    ) -> PrefixCache | GroupedCache:
+        """Return the cache of one layout, tenant salt and adapter. The call is cheap. Caches of other layouts, salts or
+        adapters share no pages with it.
 
         Args:
             layout: one layout, or a list of the layouts of a model with several cache groups.
+            replicas: on how many nodes of the pool new pages are stored, 1 or 2. None: as the node's setting
+                ``replicas`` says. See ``PrefixCache.put``.
 
         Raises:
-            InvalidRequest: layout, salt or adapter is of the wrong type, or a page does not fit an extent of the node;
-                two groups have the same layout.
+            InvalidRequest: layout, salt, adapter or replicas is of the wrong type, or a page does not fit an extent of
+                the node; two groups have the same layout.
         """
         if isinstance(layout, list | tuple):
-            return GroupedCache([self._cache(each, salt, adapter) for each in layout])
-        return self._cache(layout, salt, adapter)  # type: ignore[arg-type]  # refuses anything that is not a layout
+            return GroupedCache([self._cache(each, salt, adapter, replicas) for each in layout])
+        return self._cache(layout, salt, adapter, replicas)  # type: ignore[arg-type]  # refuses what is not a layout
 
     @abstractmethod
-    def _cache(self, layout: Layout, salt: str, adapter: str) -> PrefixCache:
+    def _cache(self, layout: Layout, salt: str, adapter: str, replicas: int | None) -> PrefixCache:
         """Return the cache of one layout."""
 
     @abstractmethod

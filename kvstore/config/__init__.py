@@ -260,6 +260,27 @@ class NodeConfig(DaemonConfig):
         ),
         metavar="NAMES",
     )
+    replicas: int = setting(
+        1,
+        parse_count,
+        "On how many nodes of the pool a page is stored, 1 or 2, unless the caller of a put says otherwise.",
+    )
+    replicas_same_machine: bool = setting(
+        False,
+        parse_switch,
+        (
+            "Whether a second copy may be stored by another node of the same machine if the pool has no other machine. "
+            "Such a copy does not survive the loss of the machine."
+        ),
+    )
+    background_bytes_per_s: int = setting(
+        GIB,
+        parse_size_or_zero,
+        (
+            "Bytes per second that this node sends and receives in the background, in total: second copies, pages that "
+            "a conductor orders, and a drain; 0: no limit."
+        ),
+    )
     zone: str = setting(
         "",
         parse_text,
@@ -324,6 +345,13 @@ class NodeConfig(DaemonConfig):
         is_valid = not self.otlp_endpoint or is_http_address(self.otlp_endpoint)
         require("otlp_endpoint", is_valid, "must be like http://HOST:PORT", self.otlp_endpoint)
         require("rpcs_max", 1 <= self.rpcs_max <= 65535, "must be from 1 to 65535", self.rpcs_max)
+        require("replicas", self.replicas in (1, 2), "must be 1 or 2", self.replicas)
+        require(
+            "background_bytes_per_s",
+            self.background_bytes_per_s >= 0,
+            "must be zero or more",
+            self.background_bytes_per_s,
+        )
         is_zone = not self.zone or NAME.fullmatch(self.zone) is not None
         require("zone", is_zone, "must match [a-zA-Z0-9._-]{1,48}", self.zone)
         require(

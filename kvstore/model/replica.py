@@ -27,6 +27,7 @@ ADDRESS_BYTES = 16
 WORD_BYTES = 8  # generation and state, at the start of a record
 FRAME_ALIGN = 4096  # O_DIRECT and page-table granularity
 SHARDS_MAX = 8  # writers of one page (TP ranks times PP stages)
+FETCH_GROUP = int.from_bytes(b"bring it", "big")  # the write group of all processes that copy pages of other nodes
 # An identity row proves which page is stored: key, root, extra, then the page's token ids. Clients send one per page of
 # a put. Records and the headers of NVMe frames contain one.
 KEY, ROOT, EXTRA = slice(0, KEY_BYTES), slice(KEY_BYTES, 2 * KEY_BYTES), slice(2 * KEY_BYTES, 3 * KEY_BYTES)
@@ -175,9 +176,9 @@ class RecordFormat:
     - RESERVED or QUARANTINED: ``info`` is payload_bytes (u32), shards (u8), mask of sealed shards (u8), flags (u8), 0.
       ``lease_until_ns`` is the writer's deadline. The tail has the write ``group``, and the session that may still
       write each shard, one u64 per shard (0: none).
-    - SEALED: ``info`` is payload_bytes (u32), position in the chain (u16, saturating), flags (u8), turns (u8,
-      saturating). ``lease_until_ns`` is the end of the longest lease. The tail has the ``checksums`` (low 32 bits of
-      xxh3_64, one per layer) once the flag ``STAMPED`` is set.
+    - SEALED: ``info`` is payload_bytes (31 bits), 1 if a second copy on another node is wanted (1 bit), position in
+      the chain (u16, saturating), flags (u8), turns (u8, saturating). ``lease_until_ns`` is the end of the longest
+      lease. The tail has the ``checksums`` (low 32 bits of xxh3_64, one per layer) once the flag ``STAMPED`` is set.
 
     4-byte checksums keep the metadata of a page of a 32-layer model under 400 bytes, index, uses and policy included.
     Without ``tail`` (NVMe, ``FrameClass.lean``) a row ends after ``lease_until_ns`` and has 96 bytes, or 136 in classes
@@ -291,13 +292,17 @@ def info_word(
 
 _HINT_SHIFT = 49  # the flags of a SEALED record above ``STAMPED``
 _HINT_MASK = 0x7F
-_STANDING = POSITION_MAX << 32 | _HINT_MASK << _HINT_SHIFT | TURNS_MAX << 56
+_REPLICATED_SHIFT = 31  # above the payload's bytes
+REPLICATED_INFO = 1 << _REPLICATED_SHIFT  # flag in info: a second copy of the page on another node is wanted
+PAYLOAD_MASK = REPLICATED_INFO - 1
+_STANDING = POSITION_MAX << 32 | _HINT_MASK << _HINT_SHIFT | TURNS_MAX << 56 | REPLICATED_INFO
 
 
 def standing(position: int, turns: int, hint: int = 0) -> int:
-    """Return the part of a SEALED record's ``info`` that eviction uses: the page's position in its chain, the chain's
-    turns, and the retention hint of the page."""
-    return min(position, POSITION_MAX) << 32 | hint << _HINT_SHIFT | min(turns, TURNS_MAX) << 56
+    """Return the part of a SEALED record's ``info`` that a page has in every tier: its position in its chain, the
+    chain's turns, its retention hint, and whether a second copy is wanted (``retention.REPLICATED`` in ``hint``)."""
+    place = min(position, POSITION_MAX) << 32 | min(turns, TURNS_MAX) << 56
+    return place | (hint & _HINT_MASK) << _HINT_SHIFT | (hint > _HINT_MASK) << _REPLICATED_SHIFT
 
 
 def standing_of(info: int) -> int:
@@ -314,6 +319,11 @@ def position_of(info: int) -> int:
 def hint_in(info: int) -> int:
     """Return the retention hint of the page, or 0."""
     return info >> _HINT_SHIFT & _HINT_MASK
+
+
+def byte_in(info: int) -> int:
+    """Return the hint byte of the page as its writer sent it: the retention hint, and ``retention.REPLICATED``."""
+    return hint_in(info) | (info & REPLICATED_INFO) >> _REPLICATED_SHIFT - 7
 
 
 def turns_of(info: int) -> int:

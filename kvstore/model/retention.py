@@ -27,6 +27,8 @@ RANGES_MAX: Final = 64
 RANGES_SENT_MAX: Final = 2 * RANGES_MAX  # at most this many ranges remain after overlaps are resolved
 STEP: Final = 8  # each step of priority multiplies a page's worth by this
 HINTS: Final = 1 << 7
+REPLICAS_MAX: Final = 2  # copies of a page that a put may ask for, on as many nodes
+REPLICATED: Final = 1 << 7  # bit of a page's hint byte above the hint: a second copy on another node is wanted
 _PRIORITY_BITS: Final = 3
 _PRIORITY_MASK: Final = (1 << _PRIORITY_BITS) - 1
 
@@ -111,13 +113,24 @@ def hints_of(
     return bytes(hints) if any(hints) else b""
 
 
+def replicated(hints: bytes, pages: int) -> bytes:
+    """Return the hint bytes of pages that want a second copy. ``hints`` has their hints, or is empty."""
+    return bytes(hint | REPLICATED for hint in hints or bytes(pages))
+
+
+def check_replicas(replicas: object) -> None:
+    """Raise InvalidRequest unless ``replicas`` is a number of copies: 1, 2, or None for the default."""
+    if replicas is not None and (type(replicas) is not int or not 1 <= replicas <= REPLICAS_MAX):
+        raise InvalidRequest("replicas", f"must be 1 or {REPLICAS_MAX} (got {replicas!r})")
+
+
 def ranges_of(hints: bytes, page_tokens: int) -> list[Retention]:
     """Return ranges of whole pages from ``hints``, the inverse of ``hints_of``. There are at most twice as many ranges
     as ``hints_of`` received."""
     ranges, start = [], 0
     while start < len(hints):
-        hint, stop = hints[start], start + 1
-        while stop < len(hints) and hints[stop] == hint:
+        hint, stop = hints[start] % HINTS, start + 1
+        while stop < len(hints) and hints[stop] % HINTS == hint:
             stop += 1
         if hint:
             ranges.append(Retention(priority_of(hint), ttl_s_of(hint), start * page_tokens, stop * page_tokens))

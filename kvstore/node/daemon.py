@@ -29,6 +29,7 @@ from kvstore.node.background import Background
 from kvstore.node.cluster.announcer import Announcer
 from kvstore.node.cluster.data_child import DataChild, has_data_server
 from kvstore.node.cluster.directory_audit import DirectoryAudit
+from kvstore.node.cluster.replicator import Replicator
 from kvstore.node.dispatch import Dispatcher
 from kvstore.node.node import Node
 from kvstore.node.operator.admin import Call
@@ -41,6 +42,7 @@ from kvstore.server.http import Route, readyz
 from kvstore.server.lifecycle import Life
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.header import DaemonState
+from kvstore.shm.traffic import TrafficBucket
 
 if TYPE_CHECKING:
     from kvstore.node.api.server import ApiServer
@@ -95,7 +97,7 @@ def _run(
     control.start()
     background.start()
     node.enter(DaemonState.READY)
-    addresses, announcer = "", None
+    addresses, announcer, replicator = "", None, None
     try:
         if api is not None:
             api.start()
@@ -111,12 +113,16 @@ def _run(
             life.at_end(data_server.stop)
         if membership is not None:
             announcer = _announce(config, node, membership, entry, life, dispatcher.admin.calls)
+            if node.performer.header.replicas:
+                replicator = _replicate(config, node, membership, entry, life, dispatcher.admin.calls)
     except (InvalidRequest, NodeBusy, Unavailable):
         _stop_serving(node, api, control, background, life)
         raise
     if life.http is not None:
         ages = partial(_ages, membership, announcer) if membership is not None and announcer is not None else None
-        life.http.routes["/metrics"] = _metrics_route(node, scrubber, api, ages)
+        life.http.routes["/metrics"] = _metrics_route(
+            node, scrubber, api, ages, replicator.status if replicator is not None else None
+        )
     tiers = node_stats(node)["tiers"]
     addresses = f", http on {life.http.address}{addresses}" if life.http is not None else addresses
     addresses += f", grpc on {' '.join(api.addresses)}" if api is not None else ""
@@ -136,15 +142,26 @@ def _run(
 
 
 def _metrics_route(
-    node: Node, scrubber: Scrubber, api: ApiServer | None, ages: Callable[[], list[tuple[str, float, int]]] | None
+    node: Node,
+    scrubber: Scrubber,
+    api: ApiServer | None,
+    ages: Callable[[], list[tuple[str, float, int]]] | None,
+    replicas: Callable[[], dict[str, Any]] | None,
 ) -> Route:
-    """Return the HTTP route of ``/metrics``. ``ages``: of membership and announcements, if the node is in a pool."""
+    """Return the HTTP route of ``/metrics``.
+
+    Args:
+        ages: of membership and announcements, if the node is in a pool.
+        replicas: state of second copies, if the node is in a pool.
+    """
     from kvstore.node.operator.metrics import NodeMetrics
 
     queues = {"rpcs": api.under_way} if api is not None else {}
     metrics = NodeMetrics(node, scrubber, queues, api.calls if api is not None else None)
     if ages is not None:
         metrics.membership = ages
+    if replicas is not None:
+        metrics.replicas = replicas
     return metrics.route
 
 
@@ -195,6 +212,24 @@ def _announce(
     }
     calls["heard"] = DirectoryAudit(node, config.name, membership, peers_file, links).run
     return announcer
+
+
+def _replicate(
+    config: NodeConfig, node: Node, membership: Membership, entry: NodeEntry, life: Life, calls: dict[str, Call]
+) -> Replicator:
+    """Start storing second copies on other nodes. Adds what is owed to the statistics."""
+    links = PeerLinks(config.pool, f"replicator of {config.name}", credentials_of(os.environ))
+    bucket = TrafficBucket(NodeFolder.at(node.folder), config.background_bytes_per_s)
+    peers_file = PeersFile(node.folder)
+    replicator = Replicator(
+        *(node, lambda: entry, membership, peers_file, links, bucket, config.replicas_same_machine),
+    )
+    replicator.start()
+    life.at_end(links.close)
+    life.at_end(replicator.stop)
+    stats = calls["stats"]
+    calls["stats"] = lambda request: {**stats(request), "replicas": replicator.status()}
+    return replicator
 
 
 def _ages(membership: Membership, announcer: Announcer) -> list[tuple[str, float, int]]:

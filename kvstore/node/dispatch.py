@@ -63,6 +63,7 @@ class Dispatcher:
             Op.PUBLISH: self._publish,
             Op.RETRACT: self._retract,
             Op.UNMOUNT: self._unmount,
+            Op.OWED: self._owed,
         }
         self._guards = {op: boundary.RequestGuard(f"control/{Op(op).name}") for op in self._verbs}
         self.admin = Admin(node, scrubber, wake)
@@ -242,6 +243,14 @@ class Dispatcher:
 
     def _unmount(self, session: int, message: Message, now_ns: int) -> bytes:
         return _statuses(message, self.node.handle(ev.Unmount(now_ns, session, message.a)))
+
+    def _owed(self, session: int, message: Message, now_ns: int) -> bytes:
+        keys = control.unpack_keys(message.body, _positive_count(message), 0)
+        owed_of = self.node.owed_of
+        # Before the replicator has started, each page may be owed.
+        status = Status.BUSY if self.node.performer.header.replicas else Status.OK
+        statuses = owed_of(keys) if owed_of is not None else [int(status)] * len(keys)
+        return _statuses(message, do.Reply(statuses=statuses))
 
     def _admin(self, session: int, message: Message, now_ns: int) -> bytes:
         body = control.pack_json(self.admin.call(control.unpack_json(message.body)))

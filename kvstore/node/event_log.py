@@ -42,6 +42,7 @@ STORED: Final = (SEALED, DEMOTED, PROMOTED)
 # Cause of a seal -> kind and reason.
 _SEALS: Final = {
     "put": (SEALED, ""),
+    "copy": (SEALED, ""),
     "through": (SEALED, ""),
     "save": (DEMOTED, ""),
     "load": (PROMOTED, ""),

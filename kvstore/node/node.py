@@ -192,6 +192,8 @@ class Node:
         scan: progress of the scan of NVMe.
         nvme_failures: path of a target that is not used, or no longer written to -> the reason.
         ending: calls are refused, and long calls stop early.
+        owed_of: returns for each key whether a second copy on another node is owed, see ``Op.OWED``; None without a
+            replicator.
         kv_last: returns the number of the last published KV event; None if no events are published.
     """
 
@@ -210,6 +212,7 @@ class Node:
         self.nvme_failures = nvme_failures
         self.started_ns = time.monotonic_ns()
         self.ending = False
+        self.owed_of: Callable[[list[bytes]], list[int]] | None = None
         self.kv_last: Callable[[], int] | None = None
         self._mutex = Deciding(performer.puts)
         self.puts = PutDrain(performer, state, self.contents, self._mutex)

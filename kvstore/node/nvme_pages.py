@@ -559,6 +559,19 @@ class NvmePages:
             pages.append(page)
         return pages
 
+    def header(self, table: ExtentTable, frame: int) -> FrameHeader | str:
+        """Read only the header of a page, and return it, or why it is not valid. Raises as ``read``."""
+        frame_class = table.frame_class
+        with self._bounces.borrow(geometry.header_bytes(frame_class)) as buffer:
+            try:
+                self.devices.read_header(table.position, frame, frame_class, buffer)
+            except OSError as error:
+                if is_silent(error):
+                    raise
+                return IO
+            incarnation = self.devices.header_incarnation(table.position)
+            return frame_header.unpack(buffer, frame_class, incarnation, table.extent, frame)
+
     def verify(self, table: ExtentTable, address: Address) -> str:
         """Return why the page at this address is damaged, or "" if it is valid. Raises as ``read``."""
         page = self.read(table, address.frame, 1)[0]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from kvstore import boundary, failpoint
 from kvstore.errors import OutOfSpace
 from kvstore.model.replica import (
     ADDRESS,
+    REPLICATED_INFO,
     SHARDS_MAX,
     STAMPED,
     Address,
@@ -59,8 +61,10 @@ from kvstore.tier.dram import DramStore
 log = logging.getLogger("kvstore.node")
 
 CLASSES_MAX = 4  # number of classes with spare tables: the most recently requested classes
+OWED_RUNS_MAX = 16384  # runs of new pages that the replicator has not taken yet
 UNSTAMPED_MAX = 16384  # sealed pages in the queue for checksums; a sweep of the scrubber finds the others
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
+_FIRST_COPIES = frozenset(("put", "through"))  # causes of seals after which a page may want a second copy
 # The tail of a granted frame's record: ``info``, then the first writer. Sum, deadline, group, other writers are zero.
 _GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
 
@@ -111,6 +115,36 @@ class SpareTables:
         return spares.pop() if spares else None
 
 
+class SealedInbox:
+    """New pages that want a second copy, until the replicator takes them. Any thread may call ``take``.
+
+    A node without a replicator, or with a slow one, forgets the newest pages beyond ``OWED_RUNS_MAX`` runs. ``lost``
+    then counts them, and the replicator finds them in the records.
+
+    Attributes:
+        arrived: set when pages are added.
+        lost: runs that were not added.
+    """
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self.lost = 0
+        self._runs: deque[tuple[bytes, list[bytes], int]] = deque()
+
+    def add(self, root: bytes, keys: list[bytes], page_bytes: int) -> None:
+        """Add consecutive pages of a chain. One thread at a time calls this."""
+        if len(self._runs) >= OWED_RUNS_MAX:
+            self.lost += 1
+        else:
+            self._runs.append((root, keys, page_bytes))
+        self.arrived.set()
+
+    def take(self) -> list[tuple[bytes, list[bytes], int]]:
+        """Remove and return all runs, as (root, keys, size of a page)."""
+        self.arrived.clear()
+        return [self._runs.popleft() for _ in range(len(self._runs))]
+
+
 @dataclass(slots=True)
 class Waiting:
     """Queues of decided work. ``Tiering`` limits how many copies are under way, and so the first three queues.
@@ -120,12 +154,14 @@ class Waiting:
         loads: reads from NVMe, for the mover.
         relays: copies to and from the tiers of the relay.
         unstamped: sealed pages without checksums, for the scrubber.
+        owed: new pages that want a second copy on another node, for the replicator.
     """
 
     copies: deque[DeviceWrite] = field(default_factory=deque)
     loads: deque[do.Load] = field(default_factory=deque)
     relays: deque[DeviceWrite | do.Load] = field(default_factory=deque)
     unstamped: deque[Address] = field(default_factory=lambda: deque(maxlen=UNSTAMPED_MAX))
+    owed: SealedInbox = field(default_factory=lambda: SealedInbox())
 
 
 class Performer:
@@ -390,6 +426,8 @@ class Performer:
                 table.column(fmt.info)[frames] |= np.uint64(STAMPED << 48)
         self._index_ops.append((tier, instruction.keys, _raw(addresses)))
         root = self.root(addresses[0].extent, addresses[0].frame)
+        if instruction.cause in _FIRST_COPIES and _is_replicated(instruction.standings):
+            self.waiting.owed.add(root, instruction.keys, self.tables[addresses[0].extent].frame_class.page_bytes)
         self.events.append_sealed(instruction.cause, tier, instruction.keys, root, instruction.rows, instruction.spans)
         if sums is None and self.tables[addresses[0].extent].fmt.tail:
             self.waiting.unstamped.extend(addresses)
@@ -496,6 +534,11 @@ class Performer:
 def _raw(addresses: list[Address]) -> list[bytes]:
     """Return addresses as entries of the index."""
     return [ADDRESS.pack(*address) for address in addresses]
+
+
+def _is_replicated(standings: list[int]) -> bool:
+    """Return True if the pages want a second copy. The pages of one instruction were put by one call."""
+    return bool(standings[0] & REPLICATED_INFO)
 
 
 def _info_bytes(info: int, identity_sum: int) -> bytes:

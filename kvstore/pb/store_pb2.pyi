@@ -70,7 +70,7 @@ class Layout(_message.Message):
     def __init__(self, model: _Optional[str] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., page_tokens: _Optional[int] = ..., revision: _Optional[str] = ..., weights_digest: _Optional[str] = ..., mla_latent: _Optional[int] = ..., mla_rope: _Optional[int] = ..., attention: _Optional[str] = ..., window: _Optional[int] = ..., rope: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
 
 class Pages(_message.Message):
-    __slots__ = ("layout", "salt", "adapter", "tokens", "extras", "parent", "whole_pages", "retention")
+    __slots__ = ("layout", "salt", "adapter", "tokens", "extras", "parent", "whole_pages", "retention", "replicas")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class Pages(_message.Message):
     PARENT_FIELD_NUMBER: _ClassVar[int]
     WHOLE_PAGES_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     layout: Layout
     salt: str
     adapter: str
@@ -87,7 +88,8 @@ class Pages(_message.Message):
     parent: bytes
     whole_pages: bool
     retention: _containers.RepeatedCompositeFieldContainer[Retention]
-    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ..., whole_pages: _Optional[bool] = ..., retention: _Optional[_Iterable[_Union[Retention, _Mapping]]] = ...) -> None: ...
+    replicas: int
+    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., tokens: _Optional[bytes] = ..., extras: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ..., whole_pages: _Optional[bool] = ..., retention: _Optional[_Iterable[_Union[Retention, _Mapping]]] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class Retention(_message.Message):
     __slots__ = ("priority", "ttl_s", "start", "stop")

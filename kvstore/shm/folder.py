@@ -14,6 +14,7 @@
         nvme                           paths of its NVMe files (nvme_map.NvmeMap); absent without NVMe
         data                           the running data server, locked by it (data_server_file)
         brought                        pages of other nodes that were read here recently (client.local.brought)
+        traffic                        token bucket of its background traffic (traffic.TrafficBucket)
         member                         what its daemon last published in a catalog; absent if nothing
         mounted-<n>  -data  -pass      memory that an engine mounted: its records, the memory, a socket (mounted)
         quarantine                     positions that must not be used yet (quarantine); absent if empty

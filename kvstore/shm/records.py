@@ -100,7 +100,7 @@ class Record(NamedTuple):
 Words = npt.NDArray[np.uint64]
 Frames = slice
 
-_VERSION: Final = 4
+_VERSION: Final = 5
 _MARKS_MAGIC: Final = int.from_bytes(b"KVUSES01", "little")
 _MARKS_HEAD = struct.Struct("<6Q16x")  # magic, version, incarnation of the segment, extent, frames, shards
 _LEVEL_MAX: Final = 0xFF

@@ -75,7 +75,7 @@ class WriteSealed:
     Attributes:
         standings: place in the chain and turns of each page, see ``replica.standing``.
         rows: identity rows; None if the records have had them since the reservation.
-        cause: put, save, load, scan or through; for page events.
+        cause: put, copy (of a page of another node), save, load, scan or through; for page events.
         spans: span of each page; for page events.
     """
 

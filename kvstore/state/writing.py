@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvstore.model.objects import is_object_class
-from kvstore.model.replica import ROOT, Address, FrameState, Status, keys_of, standing
+from kvstore.model.replica import FETCH_GROUP, ROOT, Address, FrameState, Status, keys_of, standing
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_at
@@ -396,9 +396,9 @@ class Writing:
         self._remove(page, out)
         self.space.pages.seal(page.address, page.key, page.root, parent, info)
         self.space.pages.offer_leaf(page.address, page.key, self.space.pages.now_ns // 1_000_000)
-        out.append(
-            do.WriteSealed([page.address], [page.key], [info], spans=spans_at(self.space.segment, [page.address]))
-        )
+        spans = spans_at(self.space.segment, [page.address])
+        cause = "copy" if page.group == FETCH_GROUP else "put"
+        out.append(do.WriteSealed([page.address], [page.key], [info], cause=cause, spans=spans))
         self.counters["pages_sealed"] += 1
         return Status.OK
 

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
-from kvstore.model import retention
 from kvstore.model.replica import (
     ADDRESS,
     ADDRESS_BYTES,
@@ -29,7 +28,7 @@ from kvstore.model.replica import (
     identity_bytes,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 HEAD = struct.Struct("<BBHIQQ")
 WRITER = struct.Struct("<QII")  # start of RESERVE's body: write group, shard, shards
 CHAINED = struct.Struct("<QQ")  # in the body of PUBLISH: position of the first page, span of the page before it
@@ -41,7 +40,8 @@ CHECKSUMS = 2  # flag: SEAL_GRANTED carries checksums, [count, layers] uint32 at
 AHEAD = 4  # flag: GRANT asks for more than is needed now, and may get less
 CONTINUES = 16  # flag: SEAL_GRANTED continues a put whose first pages came in an earlier message
 OBJECT = 32  # flag: SEAL_GRANTED has the head of an object; its body ends with the address that the head replaces
-HINTS = 64  # flag: SEAL_GRANTED and RESERVE end with one byte per page: its retention hint (``retention``)
+HINTS = 64  # flag: SEAL_GRANTED and RESERVE end with one byte per page: its retention hint (``retention``), and
+#             ``retention.REPLICATED`` if a second copy on another node is wanted
 HINT = 8  # flag: PREFETCH reports pages that were just read from NVMe; the node decides whether they go to DRAM
 
 _CLASS = struct.Struct("<IHH")
@@ -82,6 +82,10 @@ class Op(IntEnum):
     #                one root, each with its pieces first and its head last. A head's replaced address is the
     #                address of the head that it replaces; zero if there is none, and for pieces. Reply: statuses [n],
     #                one value per object
+    OWED = (
+        22  # body keys [n] of sealed pages. Reply: statuses [n]: OK (no copy is owed), BUSY (a second copy on another
+    )
+    #            node is owed, and may be stored soon), NO_SPACE (it is owed, and no node can store it now)
     DRAIN = 14  # process all that sessions have published (``shm.put_log``). Reply, if requested: when that is done
 
 
@@ -170,14 +174,11 @@ def unpack_rows(body: memoryview, count: int, page_tokens: int, offset: int) -> 
 
 def unpack_hints(message: Message) -> bytes:
     """Return the hints at the end of the body, a byte per page; empty without the flag. Raises InvalidRequest if hints
-    are missing or invalid."""
+    are missing."""
     if not message.flags & HINTS:
         return b""
     _need(message.body, message.entries)
-    hints = bytes(message.body[len(message.body) - message.entries :])
-    if hints and max(hints) >= retention.HINTS:
-        raise InvalidRequest("hints", f"must be below {retention.HINTS} (got {max(hints)})")
-    return hints
+    return bytes(message.body[len(message.body) - message.entries :])
 
 
 def unpack_key(body: memoryview, offset: int) -> bytes:

@@ -11,6 +11,7 @@ replies in between. The server answers them one by one, in order. A reply carrie
     STATUS -> STATE             FIND -> FOUND             ANNOUNCE -> ANNOUNCED
     LIST -> LISTED              CHECK -> CHECKED          HOLD -> FOUND
     PULL -> PIECE ... END       (engines: the KV of a prompt that is being computed)
+    COPY -> COPIED              (see ``wire.copy_order``)
     OBJECTS -> HEADS PARTS ... VALID                      (see ``wire.object_messages``)
     ATTACH -> ATTACHED          LEND -> LENT              RETURN -> RETURNED      (see below)
 
@@ -113,6 +114,8 @@ class FrameKind(IntEnum):
     HOLD = 42
     PULL = 48
     PIECE = 49
+    COPY = 50
+    COPIED = 51
     OBJECTS = 56
     HEADS = 57
     PARTS = 58
@@ -147,6 +150,8 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
     FrameKind.CHECKED: 256 * KIB,
     FrameKind.PULL: 4 * KIB,
     FrameKind.PIECE: (1 << 32) - 1,  # received in place too
+    FrameKind.COPY: 1088 * KIB,  # a READ, and what the pages are
+    FrameKind.COPIED: 64,
     FrameKind.OBJECTS: 1024 * KIB,
     FrameKind.HEADS: 64 * KIB,
     FrameKind.PARTS: (1 << 32) - 1,  # received in place too
@@ -159,7 +164,7 @@ REQUESTS: Final = frozenset(
     (
         *(FrameKind.PING, FrameKind.STATUS, FrameKind.READ, FrameKind.FIND, FrameKind.ANNOUNCE, FrameKind.LIST),
         *(FrameKind.CHECK, FrameKind.HOLD, FrameKind.PULL, FrameKind.ATTACH, FrameKind.LEND, FrameKind.RETURN),
-        FrameKind.OBJECTS,
+        *(FrameKind.COPY, FrameKind.OBJECTS),
     )
 )
 

@@ -28,11 +28,11 @@ CLASS = FrameClass(page_bytes=12_000, page_tokens=15, layers=3)
 FRAMES, INCARNATION, INDEX_BYTES = 8, 7, 4 << 20
 DRAM, NVME = 1, 2  # extents
 STORED = {
-    "records of DRAM": "7ed5d4e465ebf357",
-    "uses of DRAM": "6efee6fdac7842f9",
-    "records of NVMe": "0244b0fad8982bb3",
-    "uses of NVMe": "baf352fedad70ca0",
-    "header on NVMe": "0949d1154a7fc14a",
+    "records of DRAM": "3849b138c8af10a7",
+    "uses of DRAM": "32c1e272ae55f471",
+    "records of NVMe": "a97fb1eebe7832af",
+    "uses of NVMe": "9f01cf2dd714c2dc",
+    "header on NVMe": "4bd728deac3d4527",
 }
 
 

@@ -8,21 +8,13 @@ import pytest
 
 from kvstore.cluster.catalog.base import Entry
 from kvstore.cluster.catalog.schema import NodeEntry, decode, encode, key_of
-from kvstore.cluster.replicas import choose_target
+from kvstore.cluster.replicas import Site, choose_target
 
 ANCHORS = [number.to_bytes(16, "little") for number in range(4000)]
 
 
-def node(name: str, machine: str, zone: str = "", size: int = 1 << 30, draining: bool = False) -> NodeEntry:
-    return NodeEntry(
-        name=name,
-        process="1",
-        incarnation="2",
-        capacity_bytes={"dram": size},
-        machine=machine,
-        zone=zone,
-        draining=draining,
-    )
+def node(name: str, machine: str, zone: str = "", size: int = 1 << 30, draining: bool = False) -> Site:
+    return Site(name, machine, zone, size, draining)
 
 
 MINE = node("n", "m1", "z1")
@@ -62,7 +54,7 @@ def test_copies_are_divided_by_capacity_and_a_new_node_takes_only_its_share() ->
 
 
 def test_a_node_says_where_it_is_in_the_catalog() -> None:
-    entry = node("a", "ab" * 16, "rack-7", draining=True)
+    entry = NodeEntry(name="a", process="1", incarnation="2", machine="ab" * 16, zone="rack-7", draining=True)
     key = key_of("pool", entry)
     assert decode(NodeEntry, Entry(key, encode(entry), 1)) == entry
     wrong = encode(entry).replace(b'"draining":true', b'"draining":1')

@@ -30,18 +30,21 @@ from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, HERE_ALONE, NONE
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.cluster.lookup_plan import Stretch
 from kvstore.device.host_memory import copy, empty
+from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, tag_of
 from kvstore.model.replica import TIERS, Tier
-from kvstore.model.retention import Retention
+from kvstore.model.retention import REPLICATED, Retention
 from kvstore.model.shard import Shard
 from kvstore.shm.counters import CARRY, LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
+from kvstore.shm.header import Header
 from kvstore.wire.control import CHECKSUMS
 from kvstore.wire.data import ChainQuery
 
 # x86-64 keeps the order of stores, so equal words before and after a copy prove the bytes in between. On other
 # architectures the checksums must prove them.
 ORDERED = platform.machine() in ("x86_64", "AMD64")
+_REPLICAS: Final = Header.replicas.position
 WHOLE_BYTES: Final = 4 << 20  # bytes of whole pages that a shard reads at a time, or one page if that is larger
 
 
@@ -49,8 +52,16 @@ class LocalCache(PrefixCache):
     """A prefix cache that reads index, records and pages in place. The daemon is needed only to write, and to promote
     pages from a lower tier."""
 
-    def __init__(self, node: LocalNode, layout: Layout, salt: str, adapter: str, verify: bool) -> None:
-        super().__init__(layout, salt, adapter)
+    def __init__(
+        self,
+        node: LocalNode,
+        layout: Layout,
+        salt: str,
+        adapter: str,
+        verify: bool,
+        replicas: int | None = None,
+    ) -> None:
+        super().__init__(layout, salt, adapter, replicas)
         self._node = node
         self._counters: tuple[SessionCounters | None, int] = None, 0  # the counters of gets, and their row
         self._closed = layout.attention == "full"
@@ -312,12 +323,16 @@ class LocalCache(PrefixCache):
         checksum: bool = False,
         wait: bool = False,
         retention: Retention | Sequence[Retention] = (),
+        replicas: int | None = None,
     ) -> int:
         """Store pages, and return how many are new. Without ``wait``, pages are published where that is possible, and
         the node seals them later."""
         start_ns = time.monotonic_ns()
-        put = self._start_put(self._keys_to_store(tokens, extras, retention), pages, checksum, wait)
+        keys = self._keys_to_store(tokens, extras, retention, replicas)
+        put = self._start_put(keys, pages, checksum, wait)
         new = put.result()
+        if wait and keys.hints and keys.hints[0] & REPLICATED:
+            put.wait_for_copies()
         put.counters.took(PUT, start_ns)
         return new
 
@@ -329,10 +344,11 @@ class LocalCache(PrefixCache):
         *,
         checksum: bool = False,
         retention: Retention | Sequence[Retention] = (),
+        replicas: int | None = None,
     ) -> LocalPut:
         """Start storing pages. Return a future with the number of new pages."""
         start_ns = time.monotonic_ns()
-        put = self._start_put(self._keys_to_store(tokens, extras, retention), pages, checksum, True)
+        put = self._start_put(self._keys_to_store(tokens, extras, retention, replicas), pages, checksum, True)
         put.counters.took(PUT_ASYNC, start_ns)
         put.leave()
         return put
@@ -352,6 +368,17 @@ class LocalCache(PrefixCache):
                 mapped.dram.mark_used(last)  # so that the parent of the new pages is not evicted to make room for them
             put.send(rows, stored)
         return put
+
+    def _copies(self, replicas: int | None) -> int:
+        """Return how many copies a put asks for. Raises InvalidRequest, and NodeUnavailable if the node is not ready
+        and decides."""
+        copies = super()._copies(replicas)
+        if replicas or self.replicas:
+            mapped = self._node.writable() if copies > 1 else None
+            if mapped is not None and not mapped.words[_REPLICAS]:
+                raise InvalidRequest("replicas", f"must be 1, because node {self._node.name} is in no pool (got 2)")
+            return copies
+        return self._node.writable().words[_REPLICAS] or 1
 
     def _name(self, mapped: MappedNode, as_hint: bool = False, timeout_s: float | None = None) -> None:
         """Send the node the tenant and layout of this cache's root, if it does not have them."""

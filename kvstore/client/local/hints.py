@@ -199,6 +199,13 @@ def name_root(
         _send_name(mapped, root, {**name, **layout_entry}, as_hint, timeout_s)
 
 
+def name_as(mapped: MappedNode, root: bytes, about: dict[str, Any], timeout_s: float) -> None:
+    """Send the node the name that another node has for a root, under the same conditions as ``name_root``. Raises
+    InvalidRequest if it is not the name of this root."""
+    if _must_name(mapped, root, as_hint=False):
+        _send_name(mapped, root, about, as_hint=False, timeout_s=timeout_s)
+
+
 def name_objects(
     mapped: MappedNode, root: bytes, salt: str, as_hint: bool = False, timeout_s: float | None = None
 ) -> None:

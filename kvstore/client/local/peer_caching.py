@@ -28,15 +28,16 @@ from kvstore.client.local.index_lookup import first_unstored, locate, stored_bey
 from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.peer_reads import FetchResult, PeerReader, TimeBudget
 from kvstore.client.local.verify_hit import address_runs
+from kvstore.client.match import ABSENT
 from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, FrameState, Status
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FETCH_GROUP, FrameClass, FrameState, Status
 from kvstore.model.retention import Retention, hints_of
 from kvstore.shm.index import IndexDamaged
+from kvstore.shm.traffic import TrafficBucket
 from kvstore.wire.control import HINTS, NO_REPLY, WRITER, Op, batch_pages, pack_class, statuses_bytes
 from kvstore.wire.data import ChainQuery
 
-FETCH_GROUP: Final = int.from_bytes(b"bring it", "big")  # the write group of all processes that fetch pages
 ARRIVAL_BYTES: Final = 32 << 20  # bytes of pages that are reserved and fetched at a time, or one page if that is larger
 TTL_S: Final = 30.0  # how long a page that has not arrived stays reserved; a get ends much earlier
 
@@ -207,6 +208,8 @@ def wait_while_pending(mapped: MappedNode, key: bytes, timeout_s: float) -> bool
         pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
 
+BUCKET_WAIT_S: Final = 0.25  # the longest wait of a copy for other background traffic of its node
+LATE, BUSY, ORPHAN, FULL = "late", "busy", "parent", "space"  # why ``PeerCaching.copy_from`` stored no more pages
 COPIES: Final = Retention(-1)  # copies of other nodes' pages are evicted first
 
 Name = Callable[[MappedNode, float], None]
@@ -235,6 +238,52 @@ class PeerCaching:
             while not budget.is_over and self._fetch_some(peer_reader, keys, budget, result, name):
                 pass
         return result
+
+    def copy_from(
+        self, source: str, peer_reader: PeerReader, keys: Keys, budget: TimeBudget, name: Name, bucket: TrafficBucket
+    ) -> tuple[int, str]:
+        """Copy pages of the node ``source`` into the local node, in the background. ``keys`` have the hints to store.
+
+        Return how many leading pages any local tier has afterwards, and why not more.
+
+        Raises:
+            Unavailable: the local node is not responding.
+        """
+        while True:
+            mapped = self._node.mapped()
+            pages = self._stored(mapped, keys) if mapped is not None else 0
+            if mapped is None or pages == len(keys) or budget.is_over:
+                return pages, "" if pages == len(keys) else LATE
+            rest = mapped.in_pool(keys[pages:])
+            arrival, reservation = self._reserve(mapped, rest, budget, name)
+            if reservation is FrameReservation.NONE:
+                return pages, ORPHAN if self._lacks_parent(mapped, rest) else FULL
+            if reservation is not FrameReservation.OURS:
+                self._wait_for_other(mapped, rest.hashes[0], budget)
+                continue
+            arrived = 0
+            try:
+                wait_s = bucket.charge(len(arrival.rows) * self._chain.frame_class.page_bytes, BUCKET_WAIT_S)
+                if wait_s is None:
+                    return pages, BUSY
+                time.sleep(wait_s)
+                with mapped.channel.copies:
+                    arrived = peer_reader.read_from(
+                        source, self._chain, keys[pages : pages + len(arrival.rows)], arrival.rows, budget, arrival
+                    )
+            finally:
+                arrival.seal(arrived)
+            if not arrived:
+                return pages, ABSENT
+
+    def _lacks_parent(self, mapped: MappedNode, keys: Keys) -> bool:
+        """Return whether no local tier has the page before these."""
+        if keys.parent == keys.root:
+            return False
+        try:
+            return all(mapped.index.find(reader.tier, keys.parent) is None for reader in mapped.tiers)
+        except IndexDamaged:
+            return False
 
     def copy_from_engines(self, keys: Keys, budget: TimeBudget, name: Name) -> None:
         """Copy pages that are only in the memory of local engines to frames of the node, as far as it has space."""

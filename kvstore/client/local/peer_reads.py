@@ -253,6 +253,19 @@ class PeerReader:
                 break  # late bytes may still be written into these rows, so they cannot be used again
         return result
 
+    def read_from(
+        self, node: str, chain: ChainQuery, keys: Keys, rows: Places, budget: TimeBudget, holder: PlaceHolder
+    ) -> int:
+        """Read pages from this node, whatever the directory says, and return how many leading pages arrived."""
+        view = self._peers.look()
+        if view is None:
+            return 0
+        self._connect(view)
+        result = FetchResult()
+        with contextlib.suppress(LateBytes):  # ``result`` has the pages that arrived before
+            self._read(chain, node, keys, rows, budget, result, holder)
+        return result.pages
+
     def _read(
         self,
         chain: ChainQuery,

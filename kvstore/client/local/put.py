@@ -18,13 +18,13 @@ from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, Pur
 from kvstore.client.local.node import MappedNode
 from kvstore.client.local.publisher import PendingReply, Publisher
 from kvstore.client.prefix_cache import PendingPut
-from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of
 from kvstore.shm.counters import SessionCounters
 from kvstore.shm.header import DaemonState, Header
 from kvstore.shm.index import IndexDamaged
-from kvstore.wire.control import CHECKSUMS, CONTINUES, HINTS, NO_REPLY, Op, encode, pack_addresses
+from kvstore.wire.control import BATCH_MAX, CHECKSUMS, CONTINUES, HINTS, NO_REPLY, Op, encode, pack_addresses
 
 BUSY_PAUSE_MAX_S = 0.02
 
@@ -124,6 +124,38 @@ class LocalPut(PendingPut):
         if self._is_over_quota and not self._new:
             raise QuotaExceeded(OVER_QUOTA)
         return self._new
+
+    def wait_for_copies(self) -> None:
+        """Wait until another node has stored a second copy of each page, after ``result``.
+
+        Raises:
+            DeadlineExceeded: no further copy was stored for the node's ``timeout_s``. The copies are owed.
+            NodeUnavailable: no other node can store them now. The copies are owed.
+        """
+        mapped, waiting = self._mapped, self._keys.hashes
+        deadline_s, pause_s = time.monotonic() + mapped.timeout_s, BUSY_PAUSE_S
+        while True:
+            statuses = list(zip(waiting, self._owed(waiting), strict=True))
+            left = [key for key, status in statuses if status != _OK]
+            if not left:
+                return
+            if all(status == Status.NO_SPACE for _, status in statuses if status != _OK):
+                raise NodeUnavailable(f"replicas: no other node can store a copy of {len(left)} pages; they are owed")
+            now_s = time.monotonic()
+            deadline_s = now_s + mapped.timeout_s if len(left) < len(waiting) else deadline_s
+            if now_s >= deadline_s:
+                raise DeadlineExceeded(f"replicas: {len(left)} pages have no second copy yet; they are owed")
+            waiting = left
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, BUSY_PAUSE_MAX_S)
+
+    def _owed(self, keys: list[bytes]) -> bytes:
+        """Return the status of each key, see ``Op.OWED``."""
+        statuses = b""
+        for first in range(0, len(keys), BATCH_MAX):
+            part = keys[first : first + BATCH_MAX]
+            statuses += bytes(self._mapped.exchange(Op.OWED, count=len(part), body=part).body[: len(part)])
+        return statuses
 
     def leave(self) -> None:
         """Let the pool call ``result`` later, because the caller may never do so."""

@@ -39,12 +39,12 @@ class LocalStore(Store, LocalObjects):
         """The node's name."""
         return self._node.name
 
-    def _cache(self, layout: Layout, salt: str, adapter: str) -> LocalCache:
+    def _cache(self, layout: Layout, salt: str, adapter: str, replicas: int | None) -> LocalCache:
         self._node.check_open()
         mapped = self._node.mapped()
         check_cache(layout, salt, adapter, mapped.header.extent_bytes if mapped is not None else 0)
         verify = mapped is not None and bool(mapped.header.verify_reads)
-        return LocalCache(self._node, layout, salt, adapter, verify)
+        return LocalCache(self._node, layout, salt, adapter, verify, replicas)
 
     def stats(self) -> dict[str, Any]:
         """Return the node's statistics and this client's misses. Without a daemon, return what its files show."""

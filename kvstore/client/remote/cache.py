@@ -28,7 +28,7 @@ from kvstore.errors import InvalidRequest, LeaseBroken, NodeUnavailable, Unavail
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
-from kvstore.model.retention import Retention, ranges_of
+from kvstore.model.retention import REPLICATED, Retention, ranges_of
 from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
 from kvstore.wire.grpc import digest_of, fields, retention_messages
@@ -213,8 +213,8 @@ class RemoteCache(PrefixCache):
     """A prefix cache in which every verb calls the node. Leases have copies of pages, and readers get layers when their
     page is sealed."""
 
-    def __init__(self, node: RemoteNode, layout: Layout, salt: str, adapter: str) -> None:
-        super().__init__(layout, salt, adapter)
+    def __init__(self, node: RemoteNode, layout: Layout, salt: str, adapter: str, replicas: int | None = None) -> None:
+        super().__init__(layout, salt, adapter, replicas)
         self._node = node
         self._chain = pb.Pages(layout=pb.Layout(**asdict(layout)), salt=salt, adapter=adapter, whole_pages=True)
         self._puts: deque[PendingPut] = deque()
@@ -231,6 +231,7 @@ class RemoteCache(PrefixCache):
             raise InvalidRequest("extras", "must not be digests over gRPC: make keys with cache.keys()")
         if keys.parent != keys.root:
             pages.parent = keys.parent
+        pages.replicas = 2 if keys.hints and keys.hints[0] & REPLICATED else 0
         pages.retention.extend(retention_messages(ranges_of(keys.hints, self._page_tokens)))
         return pages
 
@@ -350,14 +351,15 @@ class RemoteCache(PrefixCache):
         checksum: bool = False,
         wait: bool = False,
         retention: Retention | Sequence[Retention] = (),
+        replicas: int | None = None,
     ) -> int:
         """Store the full pages of ``tokens``. One round trip asks which are stored; a stream sends the others.
 
         Args:
             checksum: no effect, because the node verifies all data.
-            wait: no effect, because the node answers when it has sealed the pages.
+            wait: no effect, because the node answers when it has sealed the pages, and second copies are stored.
         """
-        keys = self._keys_to_store(tokens, extras, retention)
+        keys = self._keys_to_store(tokens, extras, retention, replicas)
         rows = host_rows(pages, self.page_bytes, len(keys))
         new = done = 0
         self._node.check_open()
@@ -376,10 +378,11 @@ class RemoteCache(PrefixCache):
         *,
         checksum: bool = False,
         retention: Retention | Sequence[Retention] = (),
+        replicas: int | None = None,
     ) -> PendingPut:
         """Store the full pages of ``tokens`` without waiting for the node's answer. Returns when the connection has
         taken all pages."""
-        keys = self._one_call(self._keys_to_store(tokens, extras, retention))
+        keys = self._one_call(self._keys_to_store(tokens, extras, retention, replicas))
         put, _ = self._start_put(keys, host_rows(pages, self.page_bytes, len(keys)))
         self._puts.append(put)
         while len(self._puts) > PUTS_UNREAD_MAX:

@@ -251,10 +251,10 @@ class RemoteStore(Store, RemoteObjects):
         """The node's name."""
         return str(self._node.about.name)
 
-    def _cache(self, layout: Layout, salt: str, adapter: str) -> RemoteCache:
+    def _cache(self, layout: Layout, salt: str, adapter: str, replicas: int | None) -> RemoteCache:
         self._node.check_open()
         check_cache(layout, salt, adapter, self._node.about.extent_bytes)
-        cache = RemoteCache(self._node, layout, salt, adapter)
+        cache = RemoteCache(self._node, layout, salt, adapter, replicas)
         self._caches[cache.root] = cache
         if len(self._caches) > ROOTS_MAX:
             self._caches.popitem(last=False)

@@ -60,7 +60,7 @@ def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> P
     if pages.extras and len(pages.extras) != full:
         raise InvalidRequest("extras", f"must be {full} values, one per full page, or none")
     extras = list(pages.extras) or None
-    cache = store.cache(layout, pages.salt, pages.adapter)
+    cache = store.cache(layout, pages.salt, pages.adapter, pages.replicas or None)
     if to_match and not pages.whole_pages:
         full = (len(tokens) - 1) // layout.page_tokens
         extras = extras[:full] if extras is not None else None

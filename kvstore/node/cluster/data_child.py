@@ -35,6 +35,7 @@ SETTINGS: Final = (
         "data_connections",
         "data_private_networks",
         "data_transports",
+        "background_bytes_per_s",
         "tls_cert",
         "tls_key",
         "tls_client_ca",

@@ -35,6 +35,7 @@ from kvstore.config import NodeConfig, parse_address
 from kvstore.config.reading import DATA_AUTO, DATA_NONE, TRANSPORTS_AUTO, ChangedFiles, networks_of
 from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unauthenticated, Unavailable
 from kvstore.limits import UNKNOWN_PART
+from kvstore.node.cluster.copy_handler import CopyHandler
 from kvstore.node.cluster.directory_shell import DirectoryShell
 from kvstore.node.cluster.object_handlers import ObjectsHandler
 from kvstore.node.cluster.page_handlers import CheckHandler, HoldHandler, LendHandler, ReadHandler
@@ -45,6 +46,7 @@ from kvstore.server.lifecycle import Life
 from kvstore.server.listening import check_certificates, check_remote, numeric
 from kvstore.shm.data_server_file import DataFile, RunningDataServer, write_errors
 from kvstore.shm.folder import NodeFolder
+from kvstore.shm.traffic import TrafficBucket
 from kvstore.wire.data import FrameKind, Hello
 
 HEARD_STEP_S: Final = 1.0  # the file is rewritten if the catalog's last answer is newer by at least this
@@ -177,9 +179,13 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         certificate = ServerCertificate.of(config)
         directory = DirectoryShell(DIRECTORY_BYTES, PeersFile(folder.path))
         process = schema.new_process()
+        bucket = TrafficBucket(folder, config.background_bytes_per_s)
+        life.at_end(bucket.close)
+        copies = CopyHandler(node, bucket)
+        life.at_end(copies.close)
         server = Server(
             config.name,
-            handlers(node, directory, transports_of(config)),
+            {**handlers(node, directory, transports_of(config)), FrameKind.COPY: copies},
             caller_check(config, process),
             limits_of(config),
             tls=certificate.for_sockets() if certificate is not None else None,

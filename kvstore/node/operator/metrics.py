@@ -115,6 +115,10 @@ METRICS = (
     _gauge("device_pages", "Pages on an NVMe target.", "path"),
     _gauge("nvme_written_today_bytes", "Bytes written to NVMe today (UTC)."),
     _gauge("nvme_write_cap_bytes", "The limit of bytes written per day; 0: no limit."),
+    _gauge("owed_pages", "Pages that want a second copy on another node and have none yet."),
+    _gauge("owed_bytes", "Bytes of these pages."),
+    _counter("copied_pages", "Pages of which another node has stored a copy by order of this node."),
+    _counter("background_bytes", "Bytes sent and received in the background: copies, pages that are ordered, drains."),
     _counter("scrubber_sweeps", "Finished sweeps of the scrubber over all pages."),
     _counter("scrubber_pages", "Pages that the scrubber examined: verified, given checksums, or damaged.", "outcome"),
     _gauge("scrubber_sweep_pages_left", "Pages left in the current sweep."),
@@ -144,6 +148,9 @@ class NodeMetrics(DaemonMetrics):
     Args:
         queues: further queue lengths by name.
         calls: the counters of gRPC calls, if the daemon serves gRPC.
+
+    Attributes:
+        replicas: returns the state of second copies; an empty dict if the node is in no pool.
     """
 
     def __init__(
@@ -158,6 +165,7 @@ class NodeMetrics(DaemonMetrics):
         self._scrubber = scrubber
         self._queues = dict(queues or {})
         self._calls = calls
+        self.replicas: Callable[[], Mapping[str, Any]] = dict
         self._totals_at_start = node.sessions.totals()
         self._tenants = _Tenants(quota.salt for quota in node.config.quotas)
 
@@ -234,6 +242,9 @@ class NodeMetrics(DaemonMetrics):
         for place, count in read_errors(self._node.folder).items():
             label = place if place.startswith("data/") else f"data/{place}"
             add.families[INTERNAL_ERRORS.name].add_metric((label,), count)
+        replicas = self.replicas()
+        for name in ("owed_pages", "owed_bytes", "copied_pages", "background_bytes"):
+            add(name, replicas.get(name, 0))
         scrubber = self._scrubber.stats()
         add("scrubber_sweeps", scrubber["sweeps"])
         for outcome, name in (("verified", "scrubbed"), ("stamped", "stamped"), ("damaged", "damaged")):

@@ -20,7 +20,18 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from kvstore.model.objects import is_object_class
-from kvstore.model.replica import ROOT, Address, FrameState, Status, keys_of, position_of, roots_of, standing, turns_of
+from kvstore.model.replica import (
+    FETCH_GROUP,
+    ROOT,
+    Address,
+    FrameState,
+    Status,
+    keys_of,
+    position_of,
+    roots_of,
+    standing,
+    turns_of,
+)
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_at
@@ -348,6 +359,7 @@ class WriteThrough(WriteThroughBase):
         successors: list[Pending] = []
         places: list[int] = []
         parents: list[bytes] = []
+        cause = "through"
         unused: list[Address] = []
         keys, roots = keys_of(event.heads), roots_of(event.heads)
         for i, (page, key, root) in enumerate(zip(batch.pages, keys, roots, strict=True)):
@@ -373,7 +385,8 @@ class WriteThrough(WriteThroughBase):
             self.lower.pages.seal(page.target, key, root, parent, page.standing)
             places.append(i)
             parents.append(staged.parent)
-        self._seal_on_nvme(event, batch, places, parents, out)
+            cause = "copy" if staged.group == FETCH_GROUP else "through"  # a batch has pages of one chain
+        self._seal_on_nvme(event, batch, places, parents, cause, out)
         self.copies.finish(batch, unused, out)
         for staged in done:
             self.writing.stored_below(staged, out)
@@ -386,7 +399,13 @@ class WriteThrough(WriteThroughBase):
         return out
 
     def _seal_on_nvme(
-        self, event: ev.Saved, batch: CopyBatch, places: list[int], parents: list[bytes], out: list[do.Instruction]
+        self,
+        event: ev.Saved,
+        batch: CopyBatch,
+        places: list[int],
+        parents: list[bytes],
+        cause: str,
+        out: list[do.Instruction],
     ) -> None:
         if not places:
             return
@@ -398,6 +417,6 @@ class WriteThrough(WriteThroughBase):
         out.append(do.WriteUse(targets, used_ns))
         standings = [page.standing for page in pages]
         spans = spans_at(self.lower.segment, targets)
-        out.append(do.WriteSealed(targets, keys, standings, event.heads[places], parents, None, "through", spans))
+        out.append(do.WriteSealed(targets, keys, standings, event.heads[places], parents, None, cause, spans))
         for name, count in (("pages_sealed", 1), ("pages_saved", 1), ("bytes_saved", batch.frame_class.page_bytes)):
             self.counters[name] += count * len(pages)

@@ -29,10 +29,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES, Address, FrameClass
+from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES, PAYLOAD_MASK, Address, FrameClass
 from kvstore.tier.nvme import geometry
 
-VERSION: Final = 2
+VERSION: Final = 3
 REASONS: Final = (
     "header",  # damaged, or not a header
     "version",  # another version of this format
@@ -135,7 +135,7 @@ def unpack(
     address, (parent, info, total) = Address(*fixed[4:7]), fixed[9:]
     if address[:2] != (extent, frame) or generation not in (None, address.generation):
         return "swapped"
-    if info & 0xFFFFFFFF > frame_class.page_bytes:
+    if info & PAYLOAD_MASK > frame_class.page_bytes:
         return "header"
     key, root, extra = (raw[at : at + KEY_BYTES] for at in range(_IDENTITY, _IDENTITY + IDENTITY_HEAD_BYTES, KEY_BYTES))
     tokens = np.frombuffer(raw, "<u4", frame_class.page_tokens, _IDENTITY + IDENTITY_HEAD_BYTES)
