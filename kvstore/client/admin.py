@@ -21,6 +21,7 @@ EXPLAINED_PER_CALL = 500
 FIRST_TOKENS = 4096  # the first page of a prompt has at most this many tokens
 PINS_PER_CALL = 200
 VERIFY_POLL_S = 0.02
+DRAIN_POLL_S = 0.2
 
 
 def keys_argument(keys: Keys) -> dict[str, Any]:
@@ -143,6 +144,24 @@ class AdminVerbs:
             after = answer.get("next")
             if after is None or len(pages) >= limit or not answer["pages"]:
                 return {**answer, "pages": pages}
+
+    def drain(self, deadline_s: float = 300.0) -> dict[str, Any]:
+        """Move the node's pages to other nodes of its pool, those worth most first, and take the node out of the pool.
+
+        The call returns when nothing is left to move, or soon after the deadline; in either case the node has left the
+        pool. It continues to serve programs of its machine until it is stopped, and joins again when it is started.
+
+        Returns ``moved_pages`` and ``moved_bytes``; ``left_pages`` and ``left_bytes``, which no other node has, and
+        ``reasons``; ``left_object_pages`` of opaque objects, which are not moved.
+
+        Raises:
+            InvalidRequest: the deadline is invalid, or the node is in no pool.
+        """
+        status = self._admin("drain", deadline_s=deadline_s)
+        while status["state"] == "moving":
+            time.sleep(DRAIN_POLL_S)
+            status = self._admin("drain_status")
+        return status
 
     def explain(self, keys: Keys) -> dict[str, Any]:
         """Explain a lookup: return the state of each page of ``keys``, stored or not.

@@ -29,6 +29,7 @@ from kvstore.node.background import Background
 from kvstore.node.cluster.announcer import Announcer
 from kvstore.node.cluster.data_child import DataChild, has_data_server
 from kvstore.node.cluster.directory_audit import DirectoryAudit
+from kvstore.node.cluster.drain import NodeDrain
 from kvstore.node.cluster.replicator import Replicator
 from kvstore.node.dispatch import Dispatcher
 from kvstore.node.node import Node
@@ -98,16 +99,17 @@ def _run(
     background.start()
     node.enter(DaemonState.READY)
     addresses, announcer, replicator = "", None, None
+    folder = NodeFolder.at(node.folder)
     try:
         if api is not None:
             api.start()
             life.on_hangup(api.reload)
         if membership is not None:
             entry = _entry(config, node, api)
-            _join(membership, entry, NodeFolder.at(node.folder), life)
+            _join(membership, entry, folder, life)
             life.at_end(membership.stop)
         else:
-            peer_links.forget(NodeFolder.at(node.folder))
+            peer_links.forget(folder)
         if data_server is not None:
             addresses = f", data on {data_server.start()}"
             life.at_end(data_server.stop)
@@ -115,6 +117,12 @@ def _run(
             announcer = _announce(config, node, membership, entry, life, dispatcher.admin.calls)
             if node.performer.header.replicas:
                 replicator = _replicate(config, node, membership, entry, life, dispatcher.admin.calls)
+                parts = announcer, replicator, data_server, membership
+                drain = NodeDrain(
+                    node, replicator, partial(_publish, membership, folder), partial(_leave, node, folder, *parts)
+                )
+                life.at_end(drain.stop)
+                dispatcher.admin.calls |= {"drain": drain.call, "drain_status": drain.status}
     except (InvalidRequest, NodeBusy, Unavailable):
         _stop_serving(node, api, control, background, life)
         raise
@@ -222,7 +230,7 @@ def _replicate(
     bucket = TrafficBucket(NodeFolder.at(node.folder), config.background_bytes_per_s)
     peers_file = PeersFile(node.folder)
     replicator = Replicator(
-        *(node, lambda: entry, membership, peers_file, links, bucket, config.replicas_same_machine),
+        *(node, entry, membership, peers_file, links, bucket, config.replicas_same_machine),
     )
     replicator.start()
     life.at_end(links.close)
@@ -230,6 +238,31 @@ def _replicate(
     stats = calls["stats"]
     calls["stats"] = lambda request: {**stats(request), "replicas": replicator.status()}
     return replicator
+
+
+def _publish(membership: Membership, folder: NodeFolder, entry: NodeEntry) -> None:
+    """Publish another value of the node's entry, and note it for the next daemon."""
+    membership.update(entry)
+    encoded = schema.encode(entry)
+    folder.new_file(folder.path / MEMBER, len(encoded), encoded)
+
+
+def _leave(
+    node: Node,
+    folder: NodeFolder,
+    announcer: Announcer,
+    replicator: Replicator,
+    data_server: DataChild | None,
+    membership: Membership,
+) -> None:
+    """Take the node out of its pool. Programs of this machine continue to use it."""
+    replicator.stop()
+    announcer.stop()
+    if data_server is not None:
+        data_server.stop()
+    membership.stop()
+    node.performer.header.replicas = 0
+    peer_links.forget(folder)
 
 
 def _ages(membership: Membership, announcer: Announcer) -> list[tuple[str, float, int]]:

@@ -91,7 +91,14 @@ def test_pages_become_runs_along_their_chains() -> None:
 
     keys, parents = [key for key, _ in tree], [parent for _, parent in tree]
     numbers = np.arange(len(tree))
-    pages = Pages(column(keys), column(parents), *(numbers.astype(np.uint64),) * 2, numbers * 0 + 7, numbers)
+    pages = Pages(
+        column(keys),
+        column(parents),
+        *(numbers.astype(np.uint64),) * 2,
+        numbers.astype(np.uint64) * 0,
+        numbers * 0 + 7,
+        numbers,
+    )
     runs = runs_of(names["r"], pages)
     found = {"".join(chr(key[0]) for key in run.keys) for run in runs}
     assert found == {"abc", "xy", "e"}

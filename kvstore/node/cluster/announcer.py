@@ -123,6 +123,8 @@ class Announcer:
         ``fault_after_s`` an owner could not be reached, the catalog did not list the data server, or the data server
         did not reach the catalog.
         """
+        if self._stopping.is_set():
+            return ""
         ago_s, view = time.monotonic() - self._turn_s, self._peers.look()
         faults = [f"its pages have not been announced for {ago_s:.0f} s"] if ago_s > STUCK_S else []
         unlisted_s = time.monotonic() - self._listed_s

@@ -69,6 +69,7 @@ class DataChild:
         self._process: subprocess.Popen[bytes] | None = None
         self._check_s = 0.0
         self._pause_s = CHECK_S
+        self._ended = False
 
     def start(self) -> str:
         """Find or start a data server; return its address.
@@ -94,9 +95,9 @@ class DataChild:
         return server.address
 
     def look(self) -> None:
-        """Restart the process if it has died. Returns at once."""
+        """Restart the process if it has died, unless ``stop`` was called. Returns at once."""
         now_s = time.monotonic()
-        if now_s < self._check_s:
+        if now_s < self._check_s or self._ended:
             return
         self._check_s = now_s + CHECK_S
         ended = self._process is not None and self._process.poll() is not None
@@ -110,6 +111,7 @@ class DataChild:
 
     def stop(self) -> None:
         """End the process if a daemon started it."""
+        self._ended = True
         server = find_data_server(self._folder)
         process, self._process = self._process, None
         if process is not None:

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from kvstore.cluster.membership import Membership
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode
 from kvstore.cluster.replicas import NO_NODE, OwedCopies, OwedRun, Site, choose_target
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.model.replica import Status
+from kvstore.model.replica import KEY, Status
 from kvstore.node.cluster.chain_parts import ChainPart, ancestors, read_part
 from kvstore.node.cluster.copy_handler import copy_limit_s
 from kvstore.node.cluster.survey import Survey
@@ -53,7 +53,7 @@ class Replicator:
     """The replicator of one node, from ``start`` to ``stop``.
 
     Args:
-        entry: returns the node's entry in the catalog.
+        entry: the node's entry in the catalog.
         members: the catalog's members.
         peers: the nodes that can be reached.
         links: connections to them, of the replicator alone.
@@ -61,13 +61,15 @@ class Replicator:
         same_machine: see ``choose_target``.
 
     Attributes:
+        entry: the entry, as last published.
         counters: pages and bytes copied, orders that failed, surveys.
+        survey: looks up which pages no other node has.
     """
 
     def __init__(
         self,
         node: Node,
-        entry: Callable[[], NodeEntry],
+        entry: NodeEntry,
         members: Membership,
         peers: PeersFile,
         links: PeerLinks,
@@ -76,7 +78,7 @@ class Replicator:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._node = node
-        self._entry = entry
+        self.entry = entry
         self._members = members
         self._peers = peers
         self._links = links
@@ -90,7 +92,7 @@ class Replicator:
         self._inbox = node.performer.waiting.owed
         self._lost = 0
         self._stopping = threading.Event()
-        self._survey = Survey(node, peers, links)
+        self.survey = Survey(node, peers, links)
         self._survey_tries = 0
         self._surveyed = False  # whether a survey has found all copies that were owed at the start
         self._threads = [
@@ -174,7 +176,7 @@ class Replicator:
         self._survey_tries += 1
         accept = self._survey_tries >= SURVEY_TRIES
         try:
-            runs, is_complete = self._survey.missing(self.counted(), replicated=True, accept_doubts=accept)
+            runs, is_complete = self.survey.missing(self.counted(), replicated=True, accept_doubts=accept)
         except Unavailable:  # the node is stopping
             return
         is_complete |= accept
@@ -191,7 +193,7 @@ class Replicator:
 
     def counted(self) -> set[str]:
         """Return the nodes whose copies count as second copies."""
-        mine = self._entry()
+        mine = self.entry
         sites = [_site(each) for each in self._members.nodes() if each.name != mine.name]
         return {each.name for each in sites if choose_target(_site(mine), [each], b"", (), self._same_machine)}
 
@@ -229,13 +231,7 @@ class Replicator:
         if isinstance(part, int):
             return 0, part, "", ""
         pages, reason, node = self.send(part, run.keys[0], run.refused)
-        if not pages:
-            return 0, 0, reason, node if reason == FULL else ""
-        with self._lock:
-            self._placed[run.keys[pages - 1]] = node
-            while len(self._placed) > PLACED_MAX:
-                self._placed.popitem(last=False)
-        return pages, 0, "", ""
+        return pages, 0, "" if pages else reason, node if reason == FULL else ""
 
     def send(self, part: ChainPart, anchor: bytes, refused: Sequence[str] = ()) -> tuple[int, str, str]:
         """Have pages copied to the node that the pool's members and ``anchor`` determine. Return how many leading pages
@@ -254,6 +250,11 @@ class Replicator:
             reason = self._send_ancestors(target, part)
             if not reason:
                 pages, reason = self._order(target, part)
+        if pages:
+            with self._lock:
+                self._placed[part.rows[pages - 1][KEY]] = target.name
+                while len(self._placed) > PLACED_MAX:
+                    self._placed.popitem(last=False)
         return pages, reason, target.name
 
     def _target(self, part: ChainPart, anchor: bytes, refused: Sequence[str]) -> PoolNode | None:
@@ -264,7 +265,7 @@ class Replicator:
         with self._lock:
             holder = self._placed.get(part.parent) if part.siblings <= 1 else None
         name = choose_target(
-            _site(self._entry()), sites, anchor, (holder,) if holder is not None else (), self._same_machine
+            _site(self.entry), sites, anchor, (holder,) if holder is not None else (), self._same_machine
         )
         return peers[name] if name is not None else None
 

@@ -22,9 +22,10 @@ from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
 from kvstore.errors import KVStoreError
 from kvstore.model.objects import is_object_class
 from kvstore.model.prefix import Fingerprints, fingerprints
-from kvstore.model.replica import KEY_BYTES, REPLICATED_INFO, TIERS, FrameState, Tier, in_state
+from kvstore.model.replica import KEY_BYTES, REPLICATED_INFO, TIERS, FrameState, Tier, hint_in, in_state
 from kvstore.node.node import Node
 from kvstore.node.performer import Performer
+from kvstore.state.eviction.base import HINT_MS, HINT_WEIGHTS
 from kvstore.state.node_state import NodeState
 from kvstore.wire.data import FrameKind, Namespace
 
@@ -42,21 +43,34 @@ class MissingRun:
 
     Attributes:
         used_ns: the last use of the last page.
+        hint: its retention hint.
     """
 
     root: bytes
     keys: list[bytes]
     page_bytes: int
     used_ns: int
+    hint: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages."""
+        return len(self.keys) * self.page_bytes
+
+    def age_s(self, now_ns: int) -> float:
+        """Return the time since the last use, weighted by the hint as quotas weigh it: the larger, the less worth."""
+        age_ms = max(0, now_ns - self.used_ns) // 1_000_000 + 1
+        return (age_ms / HINT_WEIGHTS[self.hint] if age_ms <= HINT_MS[self.hint] else age_ms) / 1000
 
 
 class Pages(NamedTuple):
-    """Stored pages as columns: keys and parents ``[pages, 16]``, spans, last uses, sizes, numbers of their roots."""
+    """Stored pages as columns: keys and parents ``[pages, 16]``, spans, last uses, infos, sizes, numbers of roots."""
 
     keys: Names
     parents: Names
     spans: Fingerprints
     used_ns: npt.NDArray[np.uint64]
+    infos: npt.NDArray[np.uint64]
     page_bytes: npt.NDArray[np.int64]
     roots: npt.NDArray[np.int64]
 
@@ -76,8 +90,8 @@ class Survey:
     def missing(
         self, counted: Collection[str], *, replicated: bool, accept_doubts: bool = False
     ) -> tuple[list[MissingRun], bool]:
-        """Return the pages that none of the nodes ``counted`` has, most recently used runs first, and whether every
-        page was looked up. Pages that could not be looked up are left out.
+        """Return the pages that none of the nodes ``counted`` has, those worth most first, and whether every page
+        was looked up. Pages that could not be looked up are left out.
 
         Args:
             replicated: only pages that want a second copy.
@@ -99,7 +113,8 @@ class Survey:
                 is_missing, has_all = self._ask(namespace, view, some, counted, accept_doubts)
                 is_complete &= has_all
             runs += runs_of(root, some.where(is_missing))
-        return sorted(runs, key=lambda run: -run.used_ns), is_complete
+        now_ns = time.monotonic_ns()
+        return sorted(runs, key=lambda run: run.age_s(now_ns)), is_complete
 
     def _ask(
         self, namespace: Namespace, view: PoolView, pages: Pages, counted: Collection[str], accept_doubts: bool
@@ -174,12 +189,13 @@ def _read(
     spans = np.frombuffer(extent.span, np.uint64)[at]
     page_bytes = np.full(len(at), table.frame_class.page_bytes)
     keys, parents = table.rows[at, table.fmt.key], table.rows[at, table.fmt.parent]
-    return Pages(keys, parents, spans, table.last_use[at].astype(np.uint64), page_bytes, numbers)
+    infos = table.column(table.fmt.info)[at].astype(np.uint64)
+    return Pages(keys, parents, spans, table.last_use[at].astype(np.uint64), infos, page_bytes, numbers)
 
 
 def _none() -> Pages:
     names, words, ints = np.zeros((0, KEY_BYTES), np.uint8), np.zeros(0, np.uint64), np.zeros(0, np.int64)
-    return Pages(names, names, words, words, ints, ints)
+    return Pages(names, names, words, words, words, ints, ints)
 
 
 def _namespace(_: Performer, state: NodeState, root: bytes) -> Namespace | None:
@@ -218,8 +234,13 @@ def runs_of(root: bytes, pages: Pages) -> list[MissingRun]:
         while following := children.pop(keys[run[-1]], None):
             run.append(following[0])
             starts += following[1:]
-        used_ns, page_bytes = int(pages.used_ns[run[-1]]), int(pages.page_bytes[run[-1]])
-        runs.append(MissingRun(root, [keys[place] for place in run], page_bytes, used_ns))
+        last = run[-1]
+        used_ns, page_bytes, hint = (
+            int(pages.used_ns[last]),
+            int(pages.page_bytes[last]),
+            hint_in(int(pages.infos[last])),
+        )
+        runs.append(MissingRun(root, [keys[place] for place in run], page_bytes, used_ns, hint))
     return runs
 
 

@@ -21,9 +21,16 @@ from kvstore.node.operator.stats import node_stats
 from kvstore.node.scrubber import Scrubber
 
 # These calls read only small tables. Other calls may wait, or take time in proportion to the number of pages.
-QUICK = frozenset(("root", "stats", "scrub", "scrub_status", "tenants", "pins", "name_pages"))
+QUICK = frozenset(
+    ("root", "stats", "scrub", "scrub_status", "tenants", "pins", "name_pages", "drain_status"),
+)
 
 Call = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _needs_pool(_: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a call that only a node of a pool carries out. Its daemon replaces these entries."""
+    raise InvalidRequest("node", "must be in a pool (got a node without a catalog)")
 
 
 class Admin:
@@ -50,6 +57,8 @@ class Admin:
             "layouts": explainer.layouts,
             "events": lambda request: event_log.answer(node.events, request),
             "kv_dump": Dumps(node).answer,
+            "drain": _needs_pool,
+            "drain_status": _needs_pool,
         }
 
     def may_take_long(self, request: dict[str, Any]) -> bool:
