@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvstore import about
-from kvstore.bench import evict, find, get, hbm, lookup, memory, nvme, objects, put, remote
+from kvstore.bench import evict, find, get, hbm, lookup, memory, nvme, objects, put, remote, replicas
 from kvstore.bench.harness import Bar, Result
 from kvstore.bench.stage import RunSettings, Stage
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -71,6 +71,12 @@ _ROWS = (
     Row("get_one_256k", "get of one page of 256 KiB / memcpy", _at_most(2), partial(get.get_one, geometry="256k")),
     *_sized("put", "put, 32 pages of {} / memcpy", (0.9, 0.8, 0.65), put.put),
     Row("put_one_256k", "put of one page of 256 KiB / memcpy", _at_most(4), partial(put.put_one, geometry="256k")),
+    Row(
+        "put_twice_2m",
+        "put of 32 pages of 2 MiB that two nodes have sealed / that one has",
+        None,
+        partial(replicas.put_twice, geometry="2m"),
+    ),
     Row("put_calls", "calls of Python functions for an embedded put of 12 pages", None, put.put_calls),
     *_sized("objects_put", "put, 32 objects of {} by one call / memcpy", (0.9, 0.7, 0.5), objects.put),
     *_sized("objects_put_wait", "put, 32 objects of {}, sealed / memcpy", (0.8, 0.5, 0.3), objects.put_wait),

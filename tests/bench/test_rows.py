@@ -278,6 +278,7 @@ def test_every_number_of_the_design_has_a_row_and_its_bar() -> None:
         "put_256k": ">= 0.8",
         "put_64k": ">= 0.65",
         "put_one_256k": "<= 4",
+        "put_twice_2m": "",
         "put_calls": "",
         "objects_put_2m": ">= 0.9",
         "objects_put_256k": ">= 0.7",
@@ -308,7 +309,7 @@ def test_every_number_of_the_design_has_a_row_and_its_bar() -> None:
     [
         ("keys_128k", "lookup_512", "lease_2m", "two_readers", "get_2m", "get_one_256k"),
         ("put_256k", "put_one_256k", "put_calls", "objects_put_64k", "objects_get_2m"),
-        ("evict_1m", "memory_1m", "restart_8g", "remote_get_256k", "find_512"),
+        ("evict_1m", "memory_1m", "restart_8g", "remote_get_256k", "find_512", "put_twice_2m"),
         ("get_nvme_64k", "demotion_256k", "get_while_demoting_2m"),
     ],
     ids=lambda rows: rows[0],
