@@ -127,8 +127,9 @@ class AdminVerbs:
 
         Returns ``total`` and ``bytes`` of the selected pages, where a page in two tiers counts twice; ``pages``; and
         ``next`` if more pages follow. Each page has its key, root, parent, tier, address, position in its chain, bytes,
-        tokens, seconds since its last use, tenant and model, and what protects it from eviction: holds (children,
-        pins), leased, pinned. Pages that are stored or evicted during the call may be missing, or listed twice.
+        tokens, replicas, seconds since its last use, tenant and model, and what protects it from eviction: holds
+        (children, pins), leased, pinned. Pages that are stored or evicted during the call may be missing, or listed
+        twice.
         """
         if not _is_count(limit):
             raise InvalidRequest("limit", f"must be a positive integer (got {limit!r})")

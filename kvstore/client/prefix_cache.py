@@ -287,7 +287,7 @@ class PrefixCache(ABC):
                 order of eviction among this cache's own pages. A stored page keeps its first hint.
             replicas: on how many nodes of the pool new pages are stored, 1 or 2; None: as the cache says. The second
                 copy goes to another machine. With ``wait`` the put returns when both copies are stored; otherwise the
-                node stores the second one soon afterwards. A stored page keeps the number it was first stored with.
+                node stores the second one soon afterwards. Pages that were stored with one replica get a second one.
 
         There may be fewer new pages than expected: if the store is full of pages that cannot be evicted (leased, being
         written), if another writer was faster, or if parent pages were evicted. The stored pages are always a prefix. A

@@ -97,6 +97,7 @@ class OwedRun:
         keys: the pages that are not copied yet, in order.
         page_bytes: size of each page.
         tries: tries in a row that copied nothing.
+        reason: why the last try copied nothing, or "".
         refused: nodes that had no space for the pages.
     """
 
@@ -105,6 +106,7 @@ class OwedRun:
     keys: list[bytes]
     page_bytes: int
     tries: int = 0
+    reason: str = ""
     refused: tuple[str, ...] = ()
 
 
@@ -149,7 +151,7 @@ class OwedCopies:
     def refuses(self, key: bytes) -> bool:
         """Return whether the last try to copy this page found no node that may store it."""
         run = self._runs.get(self._run_of.get(key, -1))
-        return run is not None and run.tries > 0 and not run.refused and self.reason == NO_NODE
+        return run is not None and run.reason == NO_NODE
 
     def owe(self, root: bytes, keys: list[bytes], page_bytes: int, now_s: float) -> None:
         """Add consecutive pages of a chain. Pages that are owed already are not added again."""
@@ -197,8 +199,8 @@ class OwedCopies:
         self._nbytes -= pages * run.page_bytes
         self.copied += 0 if gone else pages
         del run.keys[:pages]
-        run.tries, run.refused = 0, ()
-        self.reason = "" if not gone else self.reason
+        run.tries, run.reason, run.refused = 0, "", ()
+        self.reason = self.reason if gone else ""
         self._end(run, now_s)
 
     def postpone(self, run: OwedRun, reason: str, now_s: float, refused_by: str = "") -> None:
@@ -207,7 +209,7 @@ class OwedCopies:
         Args:
             refused_by: the node that had no space for the pages. Another node is tried at once.
         """
-        self.reason = reason
+        self.reason = run.reason = reason
         if refused_by and refused_by not in run.refused:
             run.refused += (refused_by,)
             self._end(run, now_s)

@@ -246,6 +246,8 @@ class Dispatcher:
 
     def _owed(self, session: int, message: Message, now_ns: int) -> bytes:
         keys = control.unpack_keys(message.body, _positive_count(message), 0)
+        if message.a:
+            self.node.handle(ev.WantCopies(now_ns, keys, owe=message.a == 1))
         owed_of = self.node.owed_of
         # Before the replicator has started, each page may be owed.
         status = Status.BUSY if self.node.performer.header.replicas else Status.OK

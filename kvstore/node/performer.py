@@ -204,6 +204,7 @@ class Performer:
             do.Unpend: self._unpend,
             do.WriteLease: self._write_lease,
             do.WriteStamp: self._write_stamp,
+            do.WriteReplicated: self._write_replicated,
             do.Move: self._move,
             do.WriteUse: self._write_use,
             do.WriteName: lambda instruction: self.book.add_name(instruction.line),
@@ -487,6 +488,14 @@ class Performer:
         frame, fmt = instruction.address.frame, table.fmt
         table.rows[frame, fmt.checksums] = instruction.checksums.view(np.uint8)
         table.column(fmt.info)[frame] |= np.uint64(STAMPED << 48)
+
+    def _write_replicated(self, instruction: do.WriteReplicated) -> None:
+        for table, frames, _ in self._runs(instruction.addresses):
+            table.column(table.fmt.info)[frames] |= np.uint64(REPLICATED_INFO)
+        if instruction.keys:
+            first = self.tables[instruction.addresses[0].extent]
+            root = first.root(instruction.addresses[0].frame)
+            self.waiting.owed.add(root, instruction.keys, first.frame_class.page_bytes)
 
     def _write_use(self, instruction: do.WriteUse) -> None:
         used = np.array(instruction.used_ns, np.uint64)

@@ -254,6 +254,19 @@ class Stamped(BaseEvent):
 
 
 @dataclass(slots=True)
+class WantCopies(BaseEvent):
+    """Sealed pages, consecutive in one chain, want a second copy on another node from now on.
+
+    Attributes:
+        owe: the copies are owed; otherwise another node has them.
+    """
+
+    now_ns: int
+    keys: list[bytes]
+    owe: bool = True
+
+
+@dataclass(slots=True)
 class Evict(BaseEvent):
     """Evict this number of pages or bytes for an operator, coldest first."""
 
@@ -566,6 +579,7 @@ Event = (
     | ReleaseLease
     | Damaged
     | Stamped
+    | WantCopies
     | Evict
     | EvictChosen
     | Demote

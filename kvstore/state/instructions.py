@@ -161,6 +161,17 @@ class WriteStamp:
 
 
 @dataclass(slots=True)
+class WriteReplicated:
+    """Write into the records of these sealed pages that a second copy on another node is wanted.
+
+    ``keys`` are those of which the copy is owed now.
+    """
+
+    addresses: list[Address]
+    keys: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Move:
     """Copy a sealed page into another frame, and update its index entry and record.
 
@@ -349,6 +360,7 @@ Instruction = (
     | Unpend
     | WriteLease
     | WriteStamp
+    | WriteReplicated
     | Move
     | Save
     | Load

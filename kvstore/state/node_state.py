@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvstore.model.replica import ROOT, Address, FrameClass, FrameState, Status, Tier, keys_of
+from kvstore.model.replica import REPLICATED_INFO, ROOT, Address, FrameClass, FrameState, Status, Tier, keys_of
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_after
@@ -134,6 +134,7 @@ class NodeState:
             ev.SessionDead: self._session_dead,
             ev.Damaged: self._damaged,
             ev.Stamped: self._stamped,
+            ev.WantCopies: self._want_copies,
             ev.Evict: self._evict,
             ev.EvictChosen: ChosenEviction(self.space_of).evict,
             ev.Tick: self._tick,
@@ -428,6 +429,19 @@ class NodeState:
             self.counters["pages_dropped"] += len(family)
         out.append(do.Reply())
         return out
+
+    def _want_copies(self, event: ev.WantCopies) -> list[do.Instruction]:
+        addresses, keys = list[Address](), list[bytes]()
+        for key in event.keys:
+            before = len(addresses)
+            for space in self.spaces.values():
+                address = space.pages.find(key)
+                if address is not None and not space.pages.records.standing(*address[:2]) & REPLICATED_INFO:
+                    addresses.append(address)
+            if len(addresses) > before:
+                keys.append(key)
+        out: list[do.Instruction] = [do.WriteReplicated(addresses, keys if event.owe else [])] if addresses else []
+        return [*out, do.Reply()]
 
     def _stamped(self, event: ev.Stamped) -> list[do.Instruction]:
         return [do.WriteStamp(event.address, event.checksums)] if self.space.pages.sealed(event.address) else []

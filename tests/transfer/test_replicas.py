@@ -47,6 +47,12 @@ def owed(pool: Pool, name: str) -> dict[str, Any]:
     return dict(pool.stores[name].stats()["replicas"])
 
 
+def hang(pool: Pool, name: str) -> None:
+    """SIGSTOP of a node and of its data server, until the end of the test."""
+    pool.daemons[name].stop()
+    os.kill(pool.data_server(name), signal.SIGSTOP)
+
+
 def lose(pool: Pool, name: str) -> None:
     """kill -9 of a node and of its data server."""
     data_server = pool.data_server(name)
@@ -62,7 +68,14 @@ def test_what_was_put_with_wait_survives_one_loss_and_another_once_nothing_is_ow
     assert put_twice(pool, "a", 1, longer) == 9
     assert local(pool, second, 1, longer) == longer, "pages follow the page before them"
     assert owed(pool, "a")["owed_pages"] == 0 and owed(pool, "a")["copied_pages"] == longer
-    lose(pool, "a")
+    put(pool.stores["a"], 5, 7)
+    put(pool.stores["b"], 5, 7)
+    put(pool.stores["c"], 5, 7)
+    assert put_twice(pool, "a", 5, 7) == 0, "they are stored, and get a second replica"
+    wanted = {name: pool.stores[name].pages(keys=chain(5, 7), tier="dram")["pages"] for name in "abc"}
+    counts = {name: [page["replicas"] for page in pages] for name, pages in wanted.items()}
+    assert counts["a"] == [2] * 7 and sorted([counts["b"], counts["c"]]) == [[1] * 7, [2] * 7]
+    hang(pool, "a")
     third = "c" if second == "b" else "b"
     wait_until("two nodes have all pages again", lambda: local(pool, third, 1, longer) == longer, 60)
     wait_until("nothing is owed", lambda: owed(pool, second)["owed_pages"] == 0, 60)

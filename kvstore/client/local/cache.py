@@ -15,7 +15,7 @@ from kvstore import failpoint
 from kvstore.client.buffers import DeviceRows, Rows, any_rows, check_seconds, rows_to_fill
 from kvstore.client.local.copying import copy_proven, copy_shard, verify_copies
 from kvstore.client.local.frame_copies import near_to_device
-from kvstore.client.local.hints import hint_read, name_root, promote, report_damaged
+from kvstore.client.local.hints import hint_read, name_root, promote, report_damaged, want_copies
 from kvstore.client.local.index_lookup import locate, pages_below, stored_beyond, stored_or_published, stored_pages
 from kvstore.client.local.lease import LocalLease
 from kvstore.client.local.node import LocalNode, MappedNode
@@ -33,7 +33,7 @@ from kvstore.device.host_memory import copy, empty
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, tag_of
-from kvstore.model.replica import TIERS, Tier
+from kvstore.model.replica import ADDRESS, REPLICATED_INFO, TIERS, Tier
 from kvstore.model.retention import REPLICATED, Retention
 from kvstore.model.shard import Shard
 from kvstore.shm.counters import CARRY, LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
@@ -362,6 +362,8 @@ class LocalCache(PrefixCache):
         count_stored = stored_or_published if publishes else stored_pages
         stored, last = count_stored(mapped, keys, self._closed)
         below = pages_below(mapped, keys, stored, self._closed) if stored < len(rows) else ()
+        if stored and keys.hints and keys.hints[0] & REPLICATED and _has_one_replica(mapped, last):
+            want_copies(mapped, keys.hashes[:stored], owed=True)
         put = LocalPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0, below, publishes)
         if stored < len(rows):
             if last is not None:
@@ -456,3 +458,12 @@ class LocalCache(PrefixCache):
             pages, tiers = pages + match.pages, tiers + Counter(match.tiers)
             if match.reason or pages == len(keys):
                 return pages, tiers, match.reason
+
+
+def _has_one_replica(mapped: MappedNode, last: bytes | None) -> bool:
+    """Return whether the last stored page, at this packed address in DRAM, was put with one replica."""
+    if last is None:
+        return False
+    extent_number, frame, _ = ADDRESS.unpack(last)
+    extent = mapped.dram.extent(extent_number)
+    return extent is not None and not int(extent.info[frame]) & REPLICATED_INFO

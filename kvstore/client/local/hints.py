@@ -159,6 +159,19 @@ def _send_hint(mapped: MappedNode, op: Op, part: bytes, flags: int) -> None:
             mapped.no_hints_until_ns = time.monotonic_ns() + SILENT_NS
 
 
+def want_copies(mapped: MappedNode, keys: list[bytes], owed: bool) -> None:
+    """Ask the node to note that stored pages, consecutive in one chain, want a second copy on another node. Does not
+    wait for it. Raises nothing.
+
+    Args:
+        owed: no other node has a copy yet.
+    """
+    with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
+        for start in range(0, len(keys), BATCH_MAX):
+            part = keys[start : start + BATCH_MAX]
+            mapped.channel.request(Op.OWED, count=len(part), a=1 if owed else 2, flags=NO_REPLY, body=part)
+
+
 def accepts_hints(mapped: MappedNode) -> bool:
     """Return whether the node had a recent heartbeat, and accepted the last hint."""
     now_ns, heartbeat_ns = time.monotonic_ns(), mapped.header.heartbeat_ns  # 0: the node is just starting

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.client.buffers import Rows
-from kvstore.client.local.hints import PAUSE_MAX_S, PAUSE_MIN_S, accepts_hints, wait_for_saves
+from kvstore.client.local.hints import PAUSE_MAX_S, PAUSE_MIN_S, accepts_hints, wait_for_saves, want_copies
 from kvstore.client.local.index_lookup import first_unstored, locate, stored_beyond, stored_pages
 from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.peer_reads import FetchResult, PeerReader, TimeBudget
@@ -32,7 +32,7 @@ from kvstore.client.match import ABSENT
 from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FETCH_GROUP, FrameClass, FrameState, Status
-from kvstore.model.retention import Retention, hints_of
+from kvstore.model.retention import REPLICATED, Retention, hints_of
 from kvstore.shm.index import IndexDamaged
 from kvstore.shm.traffic import TrafficBucket
 from kvstore.wire.control import HINTS, NO_REPLY, WRITER, Op, batch_pages, pack_class, statuses_bytes
@@ -249,6 +249,10 @@ class PeerCaching:
         Raises:
             Unavailable: the local node is not responding.
         """
+        mapped = self._node.mapped()
+        stored = self._stored(mapped, keys) if mapped is not None else 0
+        if mapped is not None and stored and keys.hints[0] & REPLICATED:
+            want_copies(mapped, mapped.in_pool(keys[:stored]).hashes, owed=False)  # they may have had one replica
         while True:
             mapped = self._node.mapped()
             pages = self._stored(mapped, keys) if mapped is not None else 0

@@ -136,36 +136,37 @@ class NodeDrain:
 
     def _move_all(self) -> None:
         """Move pages until none is left, no more can be moved, or the deadline."""
-        stuck = 0
+        stuck, moved = 0, set[bytes]()  # the directory lists moved pages only a moment later
         while True:
-            runs, is_complete = self._replicator.survey.missing(
-                self._replicator.counted(), replicated=False, accept_doubts=stuck >= TRIES
-            )
+            runs, _ = self._replicator.survey.missing(self._replicator.counted(), replicated=False, assume_missing=True)
+            runs = [left for run in runs if (left := replace(run, keys=[k for k in run.keys if k not in moved])).keys]
             self._left_pages, self._left_bytes = sum(len(run.keys) for run in runs), sum(run.nbytes for run in runs)
-            if self._is_over() or (not runs and is_complete) or stuck > TRIES:
+            if self._is_over() or not runs or stuck > TRIES:
                 return
             self._reasons.clear()
             before = self._moved_pages
             for run in runs:
                 if self._is_over():
                     break
-                self._move(run)
+                moved.update(self._move(run))
             stuck = stuck + 1 if self._moved_pages == before else 0
             self._stopping.wait(PAUSE_S)
 
-    def _move(self, run: MissingRun) -> None:
-        """Move the pages of a run, as far as other nodes store them."""
+    def _move(self, run: MissingRun) -> list[bytes]:
+        """Move the pages of a run, as far as other nodes store them, and return their keys."""
+        moved = list[bytes]()
         keys, refused, tries = run.keys, tuple[str, ...](), 0
         while keys and not self._is_over():
             try:
                 part = read_part(self._node, keys)
             except OSError:  # a device is not responding
                 self._reasons["a device is not responding"] += len(keys)
-                return
+                break
             if isinstance(part, int):
                 keys = keys[part:]
                 continue
             pages, reason, node = self._replicator.send(part, run.keys[0], refused)
+            moved += keys[:pages]
             self._moved_pages += pages
             self._moved_bytes += pages * run.page_bytes
             self._left_pages -= pages
@@ -175,9 +176,10 @@ class NodeDrain:
                 refused += (node,)
             elif not pages and (not node or tries >= TRIES):
                 self._reasons[FULL if refused and not node else reason] += len(keys)
-                return
+                break
             elif not pages:
                 self._stopping.wait(PAUSE_S if reason != BUSY else 2 * PAUSE_S)
+        return moved
 
 
 def _object_pages(_: Performer, state: NodeState) -> int:

@@ -26,7 +26,7 @@ from kvstore.client.match import ABSENT
 from kvstore.cluster.catalog.schema import NodeEntry
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode
-from kvstore.cluster.replicas import NO_NODE, OwedCopies, OwedRun, Site, choose_target
+from kvstore.cluster.replicas import NO_NODE, OWED_MAX, OwedCopies, OwedRun, Site, choose_target
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.replica import KEY, Status
 from kvstore.node.cluster.chain_parts import ChainPart, ancestors, read_part
@@ -40,7 +40,7 @@ WORKERS: Final = 2  # orders under way, of different chains
 LOOK_S: Final = 0.25  # how often the members are looked at
 SETTLE_S: Final = 2.0  # after a node has left: until the directory's owners have dropped it, and have moved spans
 RETRY_S: Final = 1.0  # between two tries of a survey that could not look up every page
-SURVEY_TRIES: Final = 5  # after this many tries, owners of the directory that are in doubt are believed
+SURVEY_TRIES: Final = 5  # at the last try, pages that could not be looked up are owed; a target skips what it has
 PLACED_MAX: Final = 1 << 14  # last pages of copied runs whose nodes are remembered
 STOP_S: Final = 5.0
 
@@ -150,8 +150,9 @@ class Replicator:
         now_s = time.monotonic()
         for root, keys, page_bytes in self._inbox.take():
             self._owed.owe(root, keys, page_bytes, now_s)
-        if self._inbox.lost + self._owed.dropped > self._lost:
-            self._lost = self._inbox.lost + self._owed.dropped
+        lost = self._inbox.lost + self._owed.dropped
+        if lost > self._lost and len(self._owed) <= OWED_MAX // 2:  # the survey's pages have space
+            self._lost = lost
             self._survey_s = min(self._survey_s, now_s + SETTLE_S)
 
     def _watch(self) -> None:
@@ -174,12 +175,12 @@ class Replicator:
         with self._lock:
             self._survey_s = math.inf
         self._survey_tries += 1
-        accept = self._survey_tries >= SURVEY_TRIES
+        is_last = self._survey_tries >= SURVEY_TRIES
         try:
-            runs, is_complete = self.survey.missing(self.counted(), replicated=True, accept_doubts=accept)
+            runs, is_complete = self.survey.missing(self.counted(), replicated=True, assume_missing=is_last)
         except Unavailable:  # the node is stopping
             return
-        is_complete |= accept
+        is_complete |= is_last
         with self._lock:
             now_s = time.monotonic()
             for run in runs:
@@ -262,12 +263,21 @@ class Replicator:
         peers = view.peers if view is not None else {}
         alive = {name for name, peer in peers.items() if name not in refused and not self._links.dead(peer)}
         sites = [_site(each) for each in self._members.nodes() if each.name in alive]
-        with self._lock:
-            holder = self._placed.get(part.parent) if part.siblings <= 1 else None
-        name = choose_target(
-            _site(self.entry), sites, anchor, (holder,) if holder is not None else (), self._same_machine
-        )
+        name = choose_target(_site(self.entry), sites, anchor, self._parent_nodes(part), self._same_machine)
         return peers[name] if name is not None else None
+
+    def _parent_nodes(self, part: ChainPart) -> set[str]:
+        """Return the nodes that have the page before, unless other stored pages follow that page, too."""
+        if part.siblings > 1 or part.parent == part.root:
+            return set()
+        with self._lock:
+            node = self._placed.get(part.parent)
+        if node is not None:
+            return {node}
+        try:
+            return self.survey.nodes_of(part.parent)
+        except Unavailable:  # the node is stopping
+            return set()
 
     def _send_ancestors(self, target: PoolNode, part: ChainPart) -> str:
         """Have the pages before ``part`` copied, from the start of the chain. Return why they were not, or ""."""

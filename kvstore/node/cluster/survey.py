@@ -88,14 +88,14 @@ class Survey:
         self._links = links
 
     def missing(
-        self, counted: Collection[str], *, replicated: bool, accept_doubts: bool = False
+        self, counted: Collection[str], *, replicated: bool, assume_missing: bool = False
     ) -> tuple[list[MissingRun], bool]:
         """Return the pages that none of the nodes ``counted`` has, those worth most first, and whether every page
-        was looked up. Pages that could not be looked up are left out.
+        was looked up. A page is not looked up if no owner of it answers, or only owners that may not know all pages.
 
         Args:
             replicated: only pages that want a second copy.
-            accept_doubts: believe owners of the directory that may not know all pages of a node.
+            assume_missing: return pages that were not looked up, too. By default they are left out.
 
         Raises:
             Unavailable: the node is stopping.
@@ -110,14 +110,32 @@ class Survey:
             namespace = self._node.look(partial(_namespace, root=root))
             is_missing = np.ones(len(some.keys), bool)  # without a name it cannot be looked up, nor copied
             if namespace is not None and len(some.keys):
-                is_missing, has_all = self._ask(namespace, view, some, counted, accept_doubts)
+                is_missing, has_all = self._ask(namespace, view, some, counted, assume_missing)
                 is_complete &= has_all
             runs += runs_of(root, some.where(is_missing))
         now_ns = time.monotonic_ns()
         return sorted(runs, key=lambda run: run.age_s(now_ns)), is_complete
 
+    def nodes_of(self, key: bytes) -> set[str]:
+        """Return the nodes that have this page, as far as an owner of the directory answers.
+
+        Raises:
+            Unavailable: the node is stopping.
+        """
+        view, place = self._peers.look(), self._node.look(partial(_span_and_namespace, key=key))
+        if view is None or place is None:
+            return set()
+        span, namespace = place
+        placement = Placement(view.peers)
+        body = pack_find(namespace, fingerprints(key), placement.number)
+        for owner, _ in placement.shares(np.array([span], np.uint64)):
+            found = self._find(view.peers[owner], body, 1)
+            if found is not None and len(found.nodes):
+                return {found.names[node] for node in found.nodes.tolist()}
+        return set()
+
     def _ask(
-        self, namespace: Namespace, view: PoolView, pages: Pages, counted: Collection[str], accept_doubts: bool
+        self, namespace: Namespace, view: PoolView, pages: Pages, counted: Collection[str], assume_missing: bool
     ) -> tuple[Mask, bool]:
         """Return which pages no counted node has, and whether every page was looked up."""
         placement, prints = Placement(view.peers), fingerprints(pages.keys.tobytes())
@@ -131,10 +149,11 @@ class Survey:
                 if found is None:
                     continue
                 has = _has(found, len(places), counted)
-                is_sure = accept_doubts or not any(not each.node or each.node in counted for each in found.doubts)
+                is_sure = not any(not each.node or each.node in counted for each in found.doubts)
                 known = places[has | is_sure]
                 is_known[known], is_missing[places] = True, ~has
-        return is_missing & is_known, bool(is_known.all())
+        is_missing = is_missing & is_known | ~is_known if assume_missing else is_missing & is_known
+        return is_missing, bool(is_known.all())
 
     def _find(self, owner: PoolNode, body: bytes, count: int) -> Locations | None:
         deadline_s = time.monotonic() + ANSWER_S
@@ -205,6 +224,18 @@ def _namespace(_: Performer, state: NodeState, root: bytes) -> Namespace | None:
     if "fingerprint" not in about:
         return None
     return Namespace(bytes.fromhex(about["fingerprint"]), about["salt"], about["adapter"])
+
+
+def _span_and_namespace(performer: Performer, state: NodeState, key: bytes) -> tuple[int, Namespace] | None:
+    """Return the span of a stored page, and its namespace."""
+    for tier, space in state.spaces.items():
+        address = performer.index.find(tier, key)
+        if address is not None:
+            root = performer.root(address.extent, address.frame)
+            namespace = _namespace(performer, state, root)
+            span = space.segment.extents[address.extent].span[address.frame]
+            return (span, namespace) if namespace is not None else None
+    return None
 
 
 def _has(found: Locations, count: int, counted: Collection[str]) -> Mask:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.model.replica import TIERS, Address, Tier, hint_in, position_of
+from kvstore.model.replica import REPLICATED_INFO, TIERS, Address, Tier, hint_in, position_of
 from kvstore.model.retention import priority_of, ttl_s_of
 from kvstore.node.event_log import fit_into_message
 from kvstore.node.node import Node
@@ -250,6 +250,7 @@ def _entry(pages: Stored, i: int, names: dict[int, tuple[str, str]], now_ns: int
         "position": position_of(int(pages.info[i])),
         "priority": priority_of(hint_in(int(pages.info[i]))),
         "ttl_s": ttl_s_of(hint_in(int(pages.info[i]))),
+        "replicas": 2 if int(pages.info[i]) & REPLICATED_INFO else 1,
         "bytes": view.page_bytes,
         "tokens": view.page_tokens,
         "unused_s": round((now_ns - int(pages.used_ns[i])) / 1e9, 3),
