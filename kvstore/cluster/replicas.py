@@ -17,6 +17,9 @@ which of them another node has. Life of a run of pages::
     owe ──> waiting ──next──> under way ──settle──> (all pages copied, or gone)
                ^                  │
                └─────postpone─────┘   for a growing pause
+
+A run whose parent page is owed as well waits until the parent's run has ended, because a node stores a page only after
+its parent. All other runs may be under way at the same time.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import xxhash
 OWED_MAX: Final = 1 << 18  # pages in the queue
 PAUSE_S_MIN: Final = 0.1  # before a run is tried again; doubles with each try
 PAUSE_S_MAX: Final = 5.0
+REFUSED_TRIES: Final = 4  # about 0.7 s: a node that has just been lost or started may be replaced or listed by then
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,6 @@ class OwedRun:
     """
 
     number: int
-    root: bytes
     keys: list[bytes]
     page_bytes: int
     tries: int = 0
@@ -112,8 +115,6 @@ class OwedRun:
 
 class OwedCopies:
     """The queue of owed copies, see the module. Not thread-safe. The caller passes the time, always of the same clock.
-
-    Runs of one root are under way one at a time, because a node stores a page only after its parent.
 
     Args:
         pages_max: the limit of the queue. Pages beyond it are dropped, see ``dropped``.
@@ -131,7 +132,7 @@ class OwedCopies:
         self._runs: dict[int, OwedRun] = {}
         self._run_of: dict[bytes, int] = {}
         self._waiting: list[tuple[float, int]] = []  # heap of (earliest time, run)
-        self._busy: set[bytes] = set()  # roots of the runs under way
+        self._after: dict[int, list[int]] = {}  # run -> runs that wait for its end
         self._nbytes = 0
         self._next = 0
 
@@ -149,40 +150,36 @@ class OwedCopies:
         return key in self._run_of
 
     def refuses(self, key: bytes) -> bool:
-        """Return whether the last try to copy this page found no node that may store it."""
+        """Return whether several tries in a row found no node that may store a copy of this page."""
         run = self._runs.get(self._run_of.get(key, -1))
-        return run is not None and run.reason == NO_NODE
+        return run is not None and run.reason == NO_NODE and run.tries >= REFUSED_TRIES
 
-    def owe(self, root: bytes, keys: list[bytes], page_bytes: int, now_s: float) -> None:
-        """Add consecutive pages of a chain. Pages that are owed already are not added again."""
+    def owe(self, parent: bytes, keys: list[bytes], page_bytes: int, now_s: float) -> None:
+        """Add consecutive pages of a chain, which follow the page ``parent``. Pages that are owed already are not added
+        again."""
         keys = [key for key in keys if key not in self._run_of]
         room = max(0, self._max - len(self._run_of))
         self.dropped += max(0, len(keys) - room)
         if keys := keys[:room]:
-            run = OwedRun(self._next, root, keys, page_bytes)
+            run = OwedRun(self._next, keys, page_bytes)
             self._next += 1
             self._runs[run.number] = run
+            before = self._run_of.get(parent)
             self._run_of.update(dict.fromkeys(keys, run.number))
             self._nbytes += len(keys) * page_bytes
-            heappush(self._waiting, (now_s, run.number))
+            if before is not None:
+                self._after.setdefault(before, []).append(run.number)
+            else:
+                heappush(self._waiting, (now_s, run.number))
 
     def next(self, now_s: float) -> OwedRun | None:
         """Return the run to copy next, which is then under way; None if there is none now.
 
         The caller calls ``settle`` or ``postpone`` afterwards.
         """
-        passed, chosen = list[tuple[float, int]](), None
-        while chosen is None and self._waiting and self._waiting[0][0] <= now_s:
-            entry = heappop(self._waiting)
-            run = self._runs[entry[1]]
-            if run.root in self._busy:
-                passed.append(entry)
-            else:
-                chosen = run
-                self._busy.add(run.root)
-        for entry in passed:
-            heappush(self._waiting, entry)
-        return chosen
+        if not self._waiting or self._waiting[0][0] > now_s:
+            return None
+        return self._runs[heappop(self._waiting)[1]]
 
     def due_s(self) -> float:
         """Return the earliest time at which a run may be copied; infinity if no run waits."""
@@ -225,11 +222,12 @@ class OwedCopies:
         self._waiting.sort()
 
     def _end(self, run: OwedRun, due_s: float) -> None:
-        self._busy.discard(run.root)
         if run.keys:
             heappush(self._waiting, (due_s, run.number))
-        else:
-            del self._runs[run.number]
+            return
+        del self._runs[run.number]
+        for number in self._after.pop(run.number, ()):
+            heappush(self._waiting, (due_s, number))
 
 
 NO_NODE: Final = "no node of another machine can store a copy"

@@ -131,16 +131,16 @@ class SealedInbox:
         self.lost = 0
         self._runs: deque[tuple[bytes, list[bytes], int]] = deque()
 
-    def add(self, root: bytes, keys: list[bytes], page_bytes: int) -> None:
-        """Add consecutive pages of a chain. One thread at a time calls this."""
+    def add(self, parent: bytes, keys: list[bytes], page_bytes: int) -> None:
+        """Add consecutive pages of a chain, which follow the page ``parent``. One thread at a time calls this."""
         if len(self._runs) >= OWED_RUNS_MAX:
             self.lost += 1
         else:
-            self._runs.append((root, keys, page_bytes))
+            self._runs.append((parent, keys, page_bytes))
         self.arrived.set()
 
     def take(self) -> list[tuple[bytes, list[bytes], int]]:
-        """Remove and return all runs, as (root, keys, size of a page)."""
+        """Remove and return all runs, as (page before, keys, size of a page)."""
         self.arrived.clear()
         return [self._runs.popleft() for _ in range(len(self._runs))]
 
@@ -428,7 +428,9 @@ class Performer:
         self._index_ops.append((tier, instruction.keys, _raw(addresses)))
         root = self.root(addresses[0].extent, addresses[0].frame)
         if instruction.cause in _FIRST_COPIES and _is_replicated(instruction.standings):
-            self.waiting.owed.add(root, instruction.keys, self.tables[addresses[0].extent].frame_class.page_bytes)
+            first = self.tables[addresses[0].extent]
+            parent = first.parent(addresses[0].frame)
+            self.waiting.owed.add(parent, instruction.keys, first.frame_class.page_bytes)
         self.events.append_sealed(instruction.cause, tier, instruction.keys, root, instruction.rows, instruction.spans)
         if sums is None and self.tables[addresses[0].extent].fmt.tail:
             self.waiting.unstamped.extend(addresses)
@@ -494,8 +496,8 @@ class Performer:
             table.column(table.fmt.info)[frames] |= np.uint64(REPLICATED_INFO)
         if instruction.keys:
             first = self.tables[instruction.addresses[0].extent]
-            root = first.root(instruction.addresses[0].frame)
-            self.waiting.owed.add(root, instruction.keys, first.frame_class.page_bytes)
+            parent = first.parent(instruction.addresses[0].frame)
+            self.waiting.owed.add(parent, instruction.keys, first.frame_class.page_bytes)
 
     def _write_use(self, instruction: do.WriteUse) -> None:
         used = np.array(instruction.used_ns, np.uint64)

@@ -99,7 +99,8 @@ def test_pages_become_runs_along_their_chains() -> None:
         numbers * 0 + 7,
         numbers,
     )
-    runs = runs_of(names["r"], pages)
+    runs = runs_of(pages)
     found = {"".join(chr(key[0]) for key in run.keys) for run in runs}
     assert found == {"abc", "xy", "e"}
     assert {run.used_ns for run in runs} == {2, 4, 5} and {run.page_bytes for run in runs} == {7}
+    assert {chr(run.parent[0]) for run in runs} == set("rbd")

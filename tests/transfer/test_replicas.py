@@ -84,7 +84,7 @@ def test_what_was_put_with_wait_survives_one_loss_and_another_once_nothing_is_ow
 
 
 def test_a_silent_target_delays_a_put_and_a_restart_forgets_no_owed_copy(pool: Pool) -> None:
-    wait_until("a sees the others", lambda: owed(pool, "a")["surveys"])
+    wait_until("a sees the others", lambda: owed(pool, "a")["surveys"] and len(pool.stores["a"].stats()["peers"]) == 2)
     with stopped(pool.data_server("b")):
         assert put_twice(pool, "a", 2) == PAGES
         assert local(pool, "c", 2) == PAGES, "another node takes the copy"

@@ -46,12 +46,12 @@ class ReplicaWorld:
 
     def put(self) -> None:
         node = self.draw.choice(list(self.nodes.values()))
-        parent = self.draw.choice([b"root", *node.pages])
+        first = parent = self.draw.choice([b"root", *node.pages])
         keys = [self.draw.randbytes(16) for _ in range(self.draw.randint(1, PUT_RUN_MAX))]
         for key in keys:
             node.pages[key] = self.parent_of[key] = parent
             parent = key
-        node.owed.owe(b"root", keys, PAGE, self.now_s)
+        node.owed.owe(first, keys, PAGE, self.now_s)
 
     def lose(self) -> None:
         """One node goes; the others survey their pages. The next loss comes only once nothing is owed."""
@@ -66,7 +66,7 @@ class ReplicaWorld:
             ]
             for key in node.pages:
                 if not any(key in other.pages for other in counted):
-                    node.owed.owe(b"root", [key], PAGE, self.now_s)
+                    node.owed.owe(node.pages[key], [key], PAGE, self.now_s)
             assert all(choose_target(node.site, [other.site], b"") != name for other in counted)
 
     def copy(self, node: SimNode) -> None:
@@ -145,28 +145,32 @@ def test_a_full_queue_drops_pages_and_says_so() -> None:
     assert [owed.owes(key) for key in (b"a", b"c", b"d")] == [True, True, False]
 
 
-def test_runs_of_one_root_wait_for_each_other_and_failures_for_growing_pauses() -> None:
+def test_a_run_waits_for_its_parent_and_a_failure_for_a_growing_pause() -> None:
     owed = OwedCopies()
     owed.owe(b"r", [b"a", b"b"], PAGE, 0.0)
-    owed.owe(b"r", [b"c"], PAGE, 0.0)
-    owed.owe(b"s", [b"x"], PAGE, 0.0)
-    first = owed.next(0.0)
-    assert first is not None and first.keys == [b"a", b"b"]
-    other = owed.next(0.0)
-    assert other is not None and other.keys == [b"x"]
-    assert owed.next(0.0) is None
+    owed.owe(b"b", [b"c"], PAGE, 0.0)
+    owed.owe(b"r", [b"x"], PAGE, 0.0)
+    first, other = owed.next(0.0), owed.next(0.0)
+    assert first is not None and other is not None and [first.keys, other.keys] == [[b"a", b"b"], [b"x"]]
+    assert owed.next(0.0) is None, "the page before c is under way"
     owed.postpone(other, NO_NODE, 0.0)
-    assert owed.refuses(b"x") and not owed.refuses(b"a")
-    assert owed.next(0.05) is None and owed.due_s() == 0.0, "another run of the first root waits for it"
     owed.settle(first, 1, 0.05)
     assert [owed.owes(key) for key in (b"a", b"b")] == [False, True]
+    again = owed.next(0.05)
+    assert again is first and owed.next(0.05) is None
+    owed.settle(again, 1, 0.06)
+    last = owed.next(0.06)
+    assert last is not None and last.keys == [b"c"]
+    owed.settle(last, 1, 0.07)
     pauses, now_s = [], 0.1
     for _ in range(9):
-        while (run := owed.next(now_s)) is None or run.root != b"s":
-            if run is not None:
-                owed.settle(run, len(run.keys), now_s)
-            now_s = max(now_s, owed.due_s())
-        owed.postpone(run, "late", now_s)
+        now_s = max(now_s, owed.due_s())
+        run = owed.next(now_s)
+        assert run is other
+        owed.postpone(run, NO_NODE, now_s)
+        assert owed.refuses(b"x") == (len(pauses) >= 2), "it is refused after some tries"
         pauses.append(owed.due_s() - now_s)
     assert pauses == sorted(pauses) and pauses[-1] == pytest.approx(5.0)
+    owed.retry_all(now_s)
+    assert owed.next(now_s) is other
     assert (len(owed), owed.copied) == (1, 3)

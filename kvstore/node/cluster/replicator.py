@@ -148,8 +148,8 @@ class Replicator:
     def _take_in(self) -> None:
         """Owe the copies of new pages. The caller holds the lock."""
         now_s = time.monotonic()
-        for root, keys, page_bytes in self._inbox.take():
-            self._owed.owe(root, keys, page_bytes, now_s)
+        for parent, keys, page_bytes in self._inbox.take():
+            self._owed.owe(parent, keys, page_bytes, now_s)
         lost = self._inbox.lost + self._owed.dropped
         if lost > self._lost and len(self._owed) <= OWED_MAX // 2:  # the survey's pages have space
             self._lost = lost
@@ -184,7 +184,7 @@ class Replicator:
         with self._lock:
             now_s = time.monotonic()
             for run in runs:
-                self._owed.owe(run.root, run.keys, run.page_bytes, now_s)
+                self._owed.owe(run.parent, run.keys, run.page_bytes, now_s)
             self.counters["surveys"] += 1
             if is_complete:
                 self._survey_tries, self._surveyed = 0, True

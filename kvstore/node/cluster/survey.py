@@ -42,11 +42,12 @@ class MissingRun:
     """Consecutive pages of one chain that no other node has.
 
     Attributes:
+        parent: key of the page before, or the root.
         used_ns: the last use of the last page.
         hint: its retention hint.
     """
 
-    root: bytes
+    parent: bytes
     keys: list[bytes]
     page_bytes: int
     used_ns: int
@@ -112,7 +113,7 @@ class Survey:
             if namespace is not None and len(some.keys):
                 is_missing, has_all = self._ask(namespace, view, some, counted, assume_missing)
                 is_complete &= has_all
-            runs += runs_of(root, some.where(is_missing))
+            runs += runs_of(some.where(is_missing))
         now_ns = time.monotonic_ns()
         return sorted(runs, key=lambda run: run.age_s(now_ns)), is_complete
 
@@ -247,7 +248,7 @@ def _has(found: Locations, count: int, counted: Collection[str]) -> Mask:
     return has
 
 
-def runs_of(root: bytes, pages: Pages) -> list[MissingRun]:
+def runs_of(pages: Pages) -> list[MissingRun]:
     """Return pages of one root as runs. A run continues with the first child of each page; other children begin runs of
     their own."""
     keys, parents = split(pages.keys.tobytes()), split(pages.parents.tobytes())
@@ -271,7 +272,7 @@ def runs_of(root: bytes, pages: Pages) -> list[MissingRun]:
             int(pages.page_bytes[last]),
             hint_in(int(pages.infos[last])),
         )
-        runs.append(MissingRun(root, [keys[place] for place in run], page_bytes, used_ns, hint))
+        runs.append(MissingRun(parents[run[0]], [keys[place] for place in run], page_bytes, used_ns, hint))
     return runs
 
 
