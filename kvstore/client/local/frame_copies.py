@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -198,35 +198,17 @@ PageFrame = tuple[MappedExtent, int]
 """The extent and the frame of a page."""
 
 
-class ValuePiece(NamedTuple):
-    """Adjacent bytes of a value that are in one part of its buffers and in one page: ``size`` bytes, from byte
-    ``in_part`` of the part and from byte ``in_page`` of the frame."""
-
-    part: Part
-    in_part: int
-    extent: MappedExtent
-    frame: int
-    in_page: int
-    size: int
-
-    def copy(self, copies: DeviceCopies, *, to_page: bool) -> None:
-        """Copy the bytes, or add their copy to ``copies`` if the part is device memory."""
-        part, in_part, extent, frame, in_page, size = self
-        if isinstance(part, DevicePart):
-            copies.add(part, in_part, extent.address(frame, in_page), size)
-            return
-        in_memory, in_frame = part[in_part : in_part + size], extent.pages[frame, in_page : in_page + size]
-        if to_page:
-            copy(in_frame, in_memory)
-        else:
-            copy(in_memory, in_frame)
-
-
-def value_pieces(
-    pages: Sequence[PageFrame], parts: Sequence[Part], value_bytes: int, start: int = 0
-) -> Iterator[ValuePiece]:
-    """Cut a value of ``value_bytes`` wherever a page or a part ends, and yield the pieces in order. The pages have the
-    value from byte ``start`` on; the parts have all of it."""
+def copy_value(
+    pages: Sequence[PageFrame],
+    parts: Sequence[Part],
+    value_bytes: int,
+    copies: DeviceCopies,
+    *,
+    to_pages: bool,
+    start: int = 0,
+) -> None:
+    """Copy a value of ``value_bytes`` from its parts into its pages, or back. Copies of device memory are only added to
+    ``copies``. The pages have the value from byte ``start`` on; the parts have all of it."""
     page_bytes = pages[0][0].page_bytes
     offset, stop = start, min(value_bytes, start + len(pages) * page_bytes)
     rest, part_start, part_stop = iter(parts), 0, 0
@@ -237,7 +219,12 @@ def value_pieces(
             part_start, part_stop = part_stop, part_stop + part.size
         assert part is not None, "the parts have all of the value"
         extent, frame = pages[(offset - start) // page_bytes]
-        in_page = (offset - start) % page_bytes
-        size = min(page_bytes - in_page, part_stop - offset, stop - offset)
-        yield ValuePiece(part, offset - part_start, extent, frame, in_page, size)
+        in_page, in_part = (offset - start) % page_bytes, offset - part_start
+        size = min(page_bytes - in_page, part_stop - offset, stop - offset)  # as far as both a page and a part go on
+        if isinstance(part, DevicePart):
+            copies.add(part, in_part, extent.address(frame, in_page), size)
+        elif to_pages:
+            copy(extent.pages[frame, in_page : in_page + size], part[in_part : in_part + size])
+        else:
+            copy(part[in_part : in_part + size], extent.pages[frame, in_page : in_page + size])
         offset += size

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from kvstore import failpoint
 from kvstore.client.buffers import DeviceRows, Rows
 from kvstore.client.device_link import DeviceCopies
-from kvstore.client.local.frame_copies import PageFrame, device_writes, frames_of, leased_for_copy, value_pieces
+from kvstore.client.local.frame_copies import PageFrame, copy_value, device_writes, frames_of, leased_for_copy
 from kvstore.client.local.grants import BATCH_BYTES, GrantPool, Purpose, is_still_granted
 from kvstore.client.local.index_lookup import Member, complete_groups, find_published
 from kvstore.client.local.node import MappedNode
@@ -40,7 +40,7 @@ from kvstore.client.local.publisher import PendingReply
 from kvstore.client.local.put import LocalPut, SealBatch
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.client.local.verify_hit import Run
-from kvstore.client.value_buffers import Part, Scattered
+from kvstore.client.value_buffers import Scattered
 from kvstore.device.host_memory import copy
 from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import (
@@ -264,7 +264,7 @@ def read_objects(
         extent, frame, size = head
         if type(target) is Scattered or position in pieces:
             parts = target.parts if isinstance(target, Scattered) else [target]
-            _copy_pages([*pieces.get(position, ()), (extent, frame)], parts, size, copies)
+            copy_value([*pieces.get(position, ()), (extent, frame)], parts, size, copies, to_pages=False)
             if type(target) is Scattered and target.on_device:
                 on_device.add(position)
         else:
@@ -334,12 +334,6 @@ def find_pieces(
         if page is not None and owner not in incomplete:
             pieces.setdefault(owner, []).append(page)
     return [frames._replace(positions=[owners[piece] for piece in frames.positions]) for frames in gathered], pieces
-
-
-def _copy_pages(pages: Sequence[PageFrame], parts: Sequence[Part], value_bytes: int, copies: DeviceCopies) -> None:
-    """Copy the pages of a value, one after the other, into its parts. Copies to devices are added to ``copies``."""
-    for piece in value_pieces(pages, parts, value_bytes):
-        piece.copy(copies, to_page=False)
 
 
 class ProvenHead(NamedTuple):
@@ -457,8 +451,7 @@ def copy_from(source: Scattered, start: int, mapped: MappedNode, addresses: list
         DeviceLost, DeadlineExceeded: see ``DeviceCopies.finish``.
     """
     pages, copies = _frames_to_fill(mapped, addresses), DeviceCopies(to_device=False)
-    for piece in value_pieces(pages, source.parts, source.nbytes, start):
-        piece.copy(copies, to_page=True)
+    copy_value(pages, source.parts, source.nbytes, copies, to_pages=True, start=start)
     copies.finish(_extents_of(pages))
 
 
@@ -705,8 +698,7 @@ class ObjectsPut:
                 extent, frame = pages[first]
                 copy(extent.pages[frame, : about.value_bytes], source.parts[0])  # type: ignore[arg-type]
             else:
-                for piece in value_pieces(pages[first : first + count], source.parts, about.value_bytes):
-                    piece.copy(copies, to_page=True)
+                copy_value(pages[first : first + count], source.parts, about.value_bytes, copies, to_pages=True)
             first += count
             if failpoint.ACTIVE:
                 failpoint.hit("client.copied")
