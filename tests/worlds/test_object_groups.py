@@ -73,6 +73,7 @@ class History:
             self.read: 10,
             self.damage: 1,
             self.reboot: 0.3,
+            self.forget_tables: 0.3,
         }
         self.chance.choices(list(kinds), list(kinds.values()))[0]()
         for _ in range(self.chance.randrange(5)):
@@ -135,6 +136,11 @@ class History:
         index = sorted(self.world.node.index)
         if index:
             self.world.damage(self.chance.choice(index))
+
+    def forget_tables(self) -> None:
+        """The daemon is killed, and NVMe has to be scanned."""
+        if self.world.scan is None:
+            self.world.forget_tables()
 
     def reboot(self) -> None:
         self.world.reboot()

@@ -1,8 +1,8 @@
 """GroupWorld: a node with NVMe, and clients that put objects in groups. A reader finds all members of a group, or none.
 
 A reader is simulated as it is: it finds a head in the index, compares the head's word, and then looks for the head's
-group in the index's list of complete groups. That is checked after every event, and after every kill before the node
-starts again.
+group in the index's list of complete groups. That is checked between the instructions that change the list and its
+members, after every event, and after every kill before the node starts again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from kvstore.model.objects import (
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier
 from kvstore.shm.index import GROUP_ENTRY
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.objects import NOWHERE
+from tests.helpers.worlds.real_node import Nvme
 from tests.helpers.worlds.tiered_world import TieredWorld
 
 ROOT = object_root("")
@@ -35,6 +37,18 @@ class GroupWorld(TieredWorld):
 
     may_lose = (ev.Grant, ev.SealObjects, ev.Delete, ev.Evict, ev.Damaged, ev.Prefetch, ev.Tick, ev.Demote)
     nvme_may_lose = (*TieredWorld.nvme_may_lose, ev.Grant, ev.SealObjects, ev.Delete, ev.Tick)
+
+    def __init__(self, extent_bytes: int, positions: int, nvme: Nvme) -> None:
+        super().__init__(extent_bytes, positions, nvme)
+        self._looks = False  # between the instructions of this event
+        hit = self.node._hit
+
+        def hit_and_look(name: str) -> None:
+            hit(name)
+            if self._looks and name in ("node.instruction", "node.commit") and not self.node.killed:
+                self.check_found()
+
+        self.node._hit = hit_and_look  # type: ignore[method-assign]
 
     # --- what clients do --------------------------------------------------------------------------------------------
 
@@ -141,7 +155,19 @@ class GroupWorld(TieredWorld):
 
     def send(self, event: ev.Event) -> object:  # type: ignore[override]
         """See ``World.send``."""
-        reply = super().send(event)
+        handle = self.state.handle
+
+        def handled(event: ev.Event) -> list[do.Instruction]:
+            instructions = handle(event)
+            self._looks = any(type(each) in (do.ListGroups, do.UnlistGroups) for each in instructions)
+            return instructions
+
+        self.state.handle = handled  # type: ignore[method-assign]
+        try:
+            reply = super().send(event)
+        finally:
+            self._looks = False
+            self.state.__dict__.pop("handle", None)
         self.check_found()
         return reply
 
