@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -37,15 +38,19 @@ from kvstore.adapters.values import Values, connect_for
 from kvstore.adapters.weights import folder_digest, required_digest
 
 HOST_SETTINGS = ("backend_name", "module_path", "class_name", "interface_v1")  # settings that SGLang reads
-SETTINGS = ("node", "salt", "model")
+SETTINGS = ("node", "salt", "model", "groups")
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 RATES_MAX = 4096  # unread measurements of one kind; further ones are dropped
 
 
 class HostPages:
-    """The pages of one of SGLang's pools in host memory: their addresses, and the names of their objects."""
+    """The pages of one of SGLang's pools in host memory: their addresses, and the names of their objects.
 
-    def __init__(self, pool: Any, name: str, rank: str, model: str) -> None:
+    Args:
+        ranks: how many ranks have a page under each of SGLang's keys, if these pages form a group; otherwise 0.
+    """
+
+    def __init__(self, pool: Any, name: str, rank: str, model: str, ranks: int) -> None:
         layout = getattr(pool, "layout", None)
         if layout not in LAYOUTS:
             raise ValueError(
@@ -60,14 +65,21 @@ class HostPages:
             raise ValueError(f"kvstore for SGLang: pool {name!r} has no page addresses: {error}") from error
         self.page_bytes = sum(sizes)
         layout_facts = [type(pool).__name__, layout, str(getattr(pool, "dtype", "")), self.page_size, sizes]
+        # Pages of other pipeline stages have other layers, and so other sizes.
+        shared_facts = [type(pool).__name__, layout, str(getattr(pool, "dtype", "")), self.page_size]
         for attribute in ("head_num", "head_dim", "layer_num", "start_layer", "end_layer", "kv_cache_dim"):
             layout_facts.append(getattr(pool, attribute, None))
-        digest = hashlib.sha256(json.dumps(layout_facts).encode()).hexdigest()[:32]
-        self._prefix = f"{model}@{rank}@{name}@{digest}@"
+        self.ranks = ranks
+        self._prefix = f"{model}@{rank}@{name}@{_digest(layout_facts)}@" + ("group@" if ranks else "")
+        self._group_prefix = f"{model}@{name}@{_digest(shared_facts)}@"
 
     def names(self, keys: Sequence[str]) -> list[str]:
         """Return the names of the pages' objects."""
         return [self._prefix + key for key in keys]
+
+    def groups(self, keys: Sequence[str]) -> list[str] | None:
+        """Return the names of the groups of the pages of all ranks; None if the pages have no groups."""
+        return [self._group_prefix + key for key in keys] if self.ranks else None
 
     def buffers(self, pages: int, rows: torch.Tensor | None) -> list[list[Any]] | None:
         """Return the memory of each page, as a list of buffers. ``rows`` are the pool's rows, ``page_size`` for each
@@ -90,6 +102,8 @@ class KVStoreHiCache(HiCacheStorage):
         salt: the tenant.
         model: a folder, whose weights then identify the model of each page. Default: the model that SGLang serves, if
             that is a folder.
+        groups: true if the pages of all ranks under one key are found only together, and evicted together. All ranks
+            have to use the same node. Default: false.
 
     Raises:
         ValueError: a setting is unknown, the node or folder does not exist, or a pool's layout is not supported.
@@ -105,6 +119,7 @@ class KVStoreHiCache(HiCacheStorage):
             raise ValueError("kvstore for SGLang: tp_lcm_size: is not supported")
         self._config = storage_config
         self._zero_copy = bool(extra.get("interface_v1", 0))
+        self._has_groups = bool(extra.get("groups", False))
         self._salt = str(extra.get("salt", "sglang"))
         model, folder = storage_config.model_name or "", str(extra.get("model", ""))
         digest = required_digest("SGLang", folder) if folder else folder_digest(model)
@@ -132,17 +147,20 @@ class KVStoreHiCache(HiCacheStorage):
         if name == PoolName.KV and getattr(pool, "kv_buffer", None) is None:
             self._pools[name] = None  # this pool only counts rows; the other pools contain all bytes
         else:
-            self._pools[name] = HostPages(pool, str(name), self._rank_text(pool, name), self._model)
+            rank, ranks = self._rank_of(pool, name)
+            self._pools[name] = HostPages(pool, str(name), rank, self._model, ranks if self._has_groups else 0)
 
-    def _rank_text(self, pool: Any, name: str) -> str:
-        """Return the part of an object's name that distinguishes ranks. MLA pages are equal in all tensor parallel
-        ranks, so one rank writes them under a common name and all ranks read them."""
+    def _rank_of(self, pool: Any, name: str) -> tuple[str, int]:
+        """Return the part of an object's name that distinguishes ranks, and how many ranks have different pages. MLA
+        pages are equal in all tensor parallel ranks, so one rank writes them under a common name and all ranks read
+        them."""
         config = self._config
         is_shared = config.is_mla_model and name != PoolName.MAMBA and not isinstance(pool, MHATokenToKVPoolHost)
         tp = "all" if is_shared else f"{config.tp_rank}of{config.tp_size}"
         cp, dcp = (config.attn_cp_rank, config.attn_cp_size), (config.dcp_rank, config.dcp_size)
         parts = ((config.pp_rank, config.pp_size), cp, dcp)
-        return ".".join([tp, *(f"{rank}of{size}" for rank, size in parts)])
+        ranks = math.prod([1 if is_shared else config.tp_size, *(size for _, size in parts)])
+        return ".".join([tp, *(f"{rank}of{size}" for rank, size in parts)]), ranks
 
     # --- pages by their addresses in a pool ("interface_v1") ----------------------------------------------------------
 
@@ -254,7 +272,10 @@ class KVStoreHiCache(HiCacheStorage):
         if values is None or len(values) != len(keys):
             return False
         pages = [value.contiguous() for value in values]  # the reference keeps a copy's memory until it is stored
-        return all(self._values.put(self._flat_names(keys), [_tensor_bytes(page) for page in pages], self._salt))
+        pool, buffers = self._pools.get(PoolName.KV), [_tensor_bytes(page) for page in pages]
+        groups = [f"{group}@flat" for group in pool.groups(keys) or ()] if pool is not None else []
+        names, count = self._flat_names(keys), pool.ranks if pool is not None else 0
+        return all(self._values.put(names, buffers, self._salt, groups or None, count))
 
     # --- deletion, metrics and end ------------------------------------------------------------------------------------
 
@@ -302,7 +323,11 @@ class KVStoreHiCache(HiCacheStorage):
         if buffers is None:
             return [False] * len(keys)
         start_s = time.monotonic()
-        results = (self._values.put if is_write else self._values.get)(pool.names(keys), buffers, self._salt)
+        names = pool.names(keys)
+        if is_write:
+            results = self._values.put(names, buffers, self._salt, pool.groups(keys), pool.ranks)
+        else:
+            results = self._values.get(names, buffers, self._salt)
         self._count(sum(results), pool.page_bytes, time.monotonic() - start_s, is_write=is_write)
         return results
 
@@ -318,6 +343,10 @@ class KVStoreHiCache(HiCacheStorage):
             if len(counts) < RATES_MAX:
                 counts.append(pages)
                 rates.append(pages * page_bytes / (1 << 30) / max(seconds, 1e-9))
+
+
+def _digest(facts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def _leading_count(flags: Sequence[bool]) -> int:

@@ -53,13 +53,26 @@ class Values:
             self._log_failed_read(len(keys), error)
             return [False] * len(keys)
 
-    def put(self, keys: Sequence[str], buffers: Sequence[Any], salt: str) -> list[bool]:
-        """Store values and return, for each key, whether a value is stored now. Existing values are not replaced."""
+    def put(
+        self,
+        keys: Sequence[str],
+        buffers: Sequence[Any],
+        salt: str,
+        groups: Sequence[str | None] | None = None,
+        count: int = 0,
+    ) -> list[bool]:
+        """Store values and return, for each key, whether a value is stored now. Existing values are not replaced.
+
+        ``groups`` are the groups of the values, each with ``count`` members.
+        """
         buffers_by_key = dict(zip(keys, buffers, strict=True))
+        group_by_key = dict(zip(keys, groups, strict=True)) if groups is not None else {}
         if not buffers_by_key or time.monotonic() < self._no_writes_until_s:
             return [False] * len(keys)
         try:
-            self._store.put_many(list(buffers_by_key), list(buffers_by_key.values()), salt, wait=False)
+            names, values = list(buffers_by_key), list(buffers_by_key.values())
+            group = list(group_by_key.values()) or None
+            self._store.put_many(names, values, salt, group=group, count=count, wait=False)
             return [True] * len(keys)
         except KVStoreError as error:
             self._log_failed_write("stored", len(keys), error)

@@ -151,7 +151,7 @@ class ObjectVerbs(ABC):
         salt: str = "",
         replace: bool = False,
         *,
-        group: str | None = None,
+        group: str | Sequence[str | None] | None = None,
         count: int = 0,
         wait: bool = True,
     ) -> list[bool]:
@@ -163,11 +163,11 @@ class ObjectVerbs(ABC):
         end of the daemon.
 
         Args:
-            group: a name for objects that belong together, text like a key. Every read finds a member of a group only
-                while ``count`` members are stored, and the members are evicted and deleted together. Other calls and
-                processes may put the other members. A member is counted once; if its key is stored in a group that is
-                not complete and is not this one, the stored value is replaced.
-            count: the number of members of the group, 1 to 4096; 0 without a group.
+            group: a name for objects that belong together, text like a key; or a list with a name or None for each key.
+                Every read finds a member of a group only while ``count`` members are stored, and the members are
+                evicted and deleted together. Other calls and processes may put the other members. If a key is stored as
+                a member of another group that is not complete, the stored value is replaced.
+            count: the number of members of each group, 1 to 4096; 0 without a group.
             wait: False returns as soon as new values are *published* in shared memory, which is faster. Every later
                 call in any process sees them, and they survive the end of the daemon and of this process. But if two
                 writers put one new key at the same moment, both calls may return True, and one of the two values is

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -116,6 +117,20 @@ def group_of(root: bytes, group: object, count: object, keys: int) -> ObjectGrou
     if keys > count:
         raise InvalidRequest("keys", f"must be at most {count}, the count of their group (got {keys})")
     return ObjectGroup(group_hash(root, name), count)
+
+
+def groups_for(root: bytes, group: object, count: object, keys: int) -> list[ObjectGroup]:
+    """Return the group of each of ``keys`` objects of one call. ``group`` is for all of them, or has an entry per key.
+
+    Raises InvalidRequest, as ``group_of``.
+    """
+    if group is None or isinstance(group, str) or not isinstance(group, Sequence):
+        return [group_of(root, group, count, keys)] * keys
+    if len(group) != keys:
+        raise InvalidRequest("group", f"must have one entry per key (got {len(group)} for {keys} keys)")
+    sizes = Counter(name for name in group if name is not None)
+    groups = {name: group_of(root, name, count, size) for name, size in sizes.items()}
+    return [groups[name] if name is not None else NO_GROUP for name in group]
 
 
 def encode_name(key: object) -> bytes:

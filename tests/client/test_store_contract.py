@@ -671,6 +671,23 @@ def test_members_of_a_group_are_found_once_all_are_stored(store: Store, salt: st
     assert store.delete(names[2], salt) == 1 and not any(store.contains(names, salt))
 
 
+def test_one_call_puts_members_of_several_groups(store: Store, salt: str) -> None:
+    pages = [f"page {i}" for i in range(6)]
+    ranks = [[f"{page}/{rank}" for page in pages] for rank in range(2)]
+    groups = [*pages[:4], None, None]
+    assert store.put_many(ranks[0], [b"0"] * 6, salt, group=groups, count=2) == [True] * 6
+    assert store.contains(ranks[0], salt) == [False] * 4 + [True] * 2
+    chosen = [0, 2, 3, 5]
+    new, names = [ranks[1][i] for i in chosen], [groups[i] for i in chosen]
+    assert store.put_many(new, [b"1" * 5000] * 4, salt, group=names, count=2, wait=False) == [True] * 4
+    assert store.contains(ranks[0], salt) == [True, False, True, True, True, True]
+    assert store.contains(ranks[1], salt) == [i in chosen for i in range(6)]
+    with pytest.raises(InvalidRequest, match="^group: must have one entry per key"):
+        store.put_many(["x", "y"], [b"1"] * 2, salt, group=["g"], count=2)
+    with pytest.raises(InvalidRequest, match="^keys: must be at most 2"):
+        store.put_many(["x", "y", "z"], [b"1"] * 3, salt, group=["g"] * 3, count=2)
+
+
 def test_groups_of_other_names_and_salts_are_others(store: Store, salt: str) -> None:
     for name, group, count in (("a", "g", 2), ("b", "h", 2), ("c", None, 0)):
         assert store.put(name, b"1", salt, group=group, count=count)

@@ -102,6 +102,18 @@ def test_engines_that_differ_never_mix(machine: Machine) -> None:
     assert writer.do("set") == [True] * 4 and reader.do("get") == [True] * 4
 
 
+def test_pages_of_all_ranks_are_found_together(machine: Machine) -> None:
+    """With the setting for groups. Pages without groups have other names."""
+    machine.serve("pool", dram="64MiB")
+    grouped = {**OURS, "groups": True}
+    one, other, alone = start(machine, extra=grouped), start(machine, extra=grouped, tp_rank=1), start(machine)
+    ready(one, other, alone)
+    assert one.do("set") == [True] * 4
+    assert (one.do("exists"), one.do("get"), alone.do("exists")) == (0, [False] * 4, 0)
+    assert other.do("set", 0, 2) == [True] * 2
+    assert (one.do("exists"), other.do("exists"), one.do("get")) == (2, 2, [True] * 2 + [False] * 2)
+
+
 def test_models_in_folders_have_the_pages_of_their_weights(machine: Machine, tmp_path: Path) -> None:
     """The same name, other weights: nothing of the first is found. So it is with a folder that the settings name."""
     machine.serve("pool", dram="64MiB")

@@ -111,15 +111,17 @@ def complete_groups(mapped: MappedNode, groups: Iterable[ObjectGroup]) -> dict[O
     }
 
 
-def check_count(mapped: MappedNode, group: ObjectGroup) -> None:
-    """Raise InvalidRequest if the group is complete with another count. If it is not complete, the node checks this."""
+def check_counts(mapped: MappedNode, groups: Sequence[ObjectGroup]) -> None:
+    """Raise InvalidRequest if a group is complete with another count. If it is not complete, the node checks this."""
+    distinct = list(dict.fromkeys(groups))
     try:
-        entry = find_groups(mapped, [group.hash])[0]
+        entries = find_groups(mapped, [group.hash for group in distinct]) if distinct else []
     except IndexDamaged:
         return
-    members = GROUP_ENTRY.unpack(entry)[0] if entry is not None else group.members
-    if members != group.members:
-        raise InvalidRequest("count", f"must be {members}, as for other members of the group (got {group.members})")
+    for group, entry in zip(distinct, entries, strict=True):
+        members = GROUP_ENTRY.unpack(entry)[0] if entry is not None else group.members
+        if members != group.members:
+            raise InvalidRequest("count", f"must be {members}, as for other members of the group (got {group.members})")
 
 
 def lost_members(mapped: MappedNode, members: dict[int, Member]) -> list[int]:

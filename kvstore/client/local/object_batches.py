@@ -577,7 +577,7 @@ class ObjectsPut:
     Args:
         replace: put objects whose names exist too. The call then waits for the node, which compares what they replace.
         wait: with False, the objects are published where that is possible, without waiting for the node.
-        group: the group of all objects.
+        groups: the group of each object.
         nonces: the nonces of the values, if these are copies of values of another node.
         timeout_s: the longest wait for frames; None for the node's.
     """
@@ -590,7 +590,7 @@ class ObjectsPut:
         sources: Sequence[Scattered],
         replace: bool,
         wait: bool,
-        group: ObjectGroup,
+        groups: Sequence[ObjectGroup],
         nonces: Sequence[bytes] | None = None,
         timeout_s: float | None = None,
     ) -> None:
@@ -599,10 +599,10 @@ class ObjectsPut:
         self._mapped, self._root, self._replace = mapped, root, replace
         self._names, self._sources = names, sources
         self._keys = [key_hash(root, name) for name in names]
-        self._group = group
-        self._replaced, groups = stored_heads(mapped, root, names, self._keys)
-        # Members that no reader finds, of groups other than this one, give way to new objects.
-        self._hidden = {position for position, other in groups.items() if other != group}
+        self._groups = groups
+        self._replaced, hidden = stored_heads(mapped, root, names, self._keys)
+        # Members that no reader finds, of other groups than those of the new objects, give way to these.
+        self._hidden = {position for position, other in hidden.items() if other != groups[position]}
         self._publishes = not (wait or replace or self._hidden) and LocalPut.may_publish(mapped)
         self._stored: list[bool | None] = [None] * len(names)
 
@@ -615,7 +615,7 @@ class ObjectsPut:
         """
         unanswered: deque[_ObjectBatch] = deque()
         try:
-            for pool, objects in self._groups():
+            for pool, objects in self._requests():
                 batch = self._copy_objects(pool, objects)
                 if batch is not None and not (self._publishes and self._publish(batch)):
                     unanswered.append(batch)
@@ -630,8 +630,8 @@ class ObjectsPut:
             raise
         return self._stored
 
-    def _groups(self) -> Iterator[tuple[GrantPool, list[_NewObject]]]:
-        """Yield groups of objects that fit one request, each with the pool of their frames. Objects that are larger
+    def _requests(self) -> Iterator[tuple[GrantPool, list[_NewObject]]]:
+        """Yield lists of objects that fit one request, each with the pool of their frames. Objects that are larger
         than a request are left to the caller."""
         by_class: dict[FrameClass, list[_NewObject]] = {}
         extent_bytes, replaced = int(self._mapped.header.extent_bytes), self._replaced
@@ -641,11 +641,11 @@ class ObjectsPut:
                 self._stored[position] = False
                 continue
             size = source.nbytes
-            frame_class = class_for(name, size, extent_bytes, self._group)
+            frame_class = class_for(name, size, extent_bytes, self._groups[position])
             if frame_class is not last_class:  # usually all values of a call have one class
                 last_class, objects = frame_class, by_class.setdefault(frame_class, [])
             pieces = pieces_of(size, frame_class.page_bytes) if size > frame_class.page_bytes else 0
-            about = About(name, size, pieces, self._nonces[position], self._group)
+            about = About(name, size, pieces, self._nonces[position], self._groups[position])
             objects.append(_NewObject(position, about, pieces + 1))
         for frame_class, objects in by_class.items():
             pool = self._mapped.pool(frame_class, self._root if self._publishes else b"")

@@ -12,7 +12,7 @@ from kvstore.client.device_link import BOUNCE_BYTES
 from kvstore.client.local.cache import ORDERED, LocalCache
 from kvstore.client.local.grants import BATCH_BYTES, OVER_QUOTA
 from kvstore.client.local.hints import accepts_hints, name_objects
-from kvstore.client.local.index_lookup import Member, check_count, complete_groups, lost_members
+from kvstore.client.local.index_lookup import Member, check_counts, complete_groups, lost_members
 from kvstore.client.local.node import LocalNode, MappedNode
 from kvstore.client.local.object_batches import (
     HeadPut,
@@ -37,7 +37,7 @@ from kvstore.model.objects import (
     encode_name,
     encode_names,
     encode_prefix,
-    group_of,
+    groups_for,
     key_hash,
     object_layout,
     object_root,
@@ -83,26 +83,25 @@ class LocalObjects(ObjectVerbs):
         salt: str = "",
         replace: bool = False,
         *,
-        group: str | None = None,
+        group: str | Sequence[str | None] | None = None,
         count: int = 0,
         wait: bool = True,
     ) -> list[bool]:
         """Store objects. Return, for each, whether this call has stored it. Raises as ``ObjectVerbs.put_many``."""
         names, sources = sources_of(keys, values)
         root = root_of_salt(salt)
-        members = group_of(root, group, count, len(names))
+        groups = groups_for(root, group, count, len(names))
         mapped = self._node.writable()
         if max([source.nbytes for source in sources], default=0) > mapped.header.extent_bytes // 2:
             for name, source in zip(names, sources, strict=True):
                 _check_size(mapped, name, source.nbytes)
-        if members.members:
-            check_count(mapped, members)
+        check_counts(mapped, [each for each in groups if each.members])
         name_objects(mapped, root, salt)
-        stored = ObjectsPut(mapped, root, names, sources, replace, wait, members).result()
+        stored = ObjectsPut(mapped, root, names, sources, replace, wait, groups).result()
         failure: Unavailable | None = None
         for number in [number for number, is_stored in enumerate(stored) if is_stored is None]:
             try:
-                put = _ObjectPut(self, mapped, root, names[number], sources[number], replace, members)
+                put = _ObjectPut(self, mapped, root, names[number], sources[number], replace, groups[number])
                 stored[number] = put.result()
             except Unavailable as error:
                 failure = failure or error
@@ -369,15 +368,15 @@ class LocalObjects(ObjectVerbs):
         root = object_root(salt)
         again = pool.read_before([key_hash(root, name) for name in names])
         copies = [
-            (facts.group, name, Scattered([*target.views(0, facts.value_bytes)]), facts.nonce)
+            (name, Scattered([*target.views(0, facts.value_bytes)]), facts.group, facts.nonce)
             for name, facts, target, is_again in zip(names, found, targets, again, strict=True)
             if is_again and facts is not None and target is not None and facts.value_bytes <= BATCH_BYTES
         ]
-        for group in dict.fromkeys(copy[0] for copy in copies):
+        if copies:
             with contextlib.suppress(Unavailable, InvalidRequest):
                 name_objects(mapped, root, salt, timeout_s=LOCAL_WAIT_S)
-                copied, sources, nonces = zip(*(copy[1:] for copy in copies if copy[0] == group), strict=True)
-                ObjectsPut(mapped, root, copied, sources, False, False, group, nonces, LOCAL_WAIT_S).result()
+                copied, sources, groups, nonces = zip(*copies, strict=True)
+                ObjectsPut(mapped, root, copied, sources, False, False, groups, nonces, LOCAL_WAIT_S).result()
 
     def _object_cache(self, salt: str, frame_class: FrameClass, verify: bool) -> LocalCache:
         """Return the cache through which pages of this class are read, created at its first use."""

@@ -22,7 +22,7 @@ from kvstore.client.value_buffers import Scattered
 from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
-from kvstore.model.objects import encode_name, encode_prefix, group_of
+from kvstore.model.objects import encode_name, encode_prefix, groups_for
 from kvstore.model.prefix import Keys
 from kvstore.pb import store_pb2 as pb
 from kvstore.wire.grpc import OBJECT_DATA_FIELD, digest_of, fields, pack_data
@@ -45,7 +45,7 @@ class RemoteObjects(ObjectVerbs):
         salt: str = "",
         replace: bool = False,
         *,
-        group: str | None = None,
+        group: str | Sequence[str | None] | None = None,
         count: int = 0,
         wait: bool = True,
     ) -> list[bool]:
@@ -56,7 +56,8 @@ class RemoteObjects(ObjectVerbs):
         """
         sources = sources_of(keys, values)[1]
         salt, bytes_max = check_text(salt, "salt"), self._node.about.object_bytes_max
-        group_of(b"", group, count, len(keys))
+        groups_for(b"", group, count, len(keys))
+        groups = [group] * len(keys) if group is None or isinstance(group, str) else group
         for source in sources:
             if bytes_max and source.nbytes > bytes_max:
                 raise InvalidRequest("data", f"must be at most {bytes_max} bytes over gRPC (got {source.nbytes})")
@@ -64,11 +65,11 @@ class RemoteObjects(ObjectVerbs):
         stored: list[bool] = []
         puts: deque[Any] = deque()
         try:
-            for key, source in zip(keys, sources, strict=True):
+            for key, source, name in zip(keys, sources, groups, strict=True):
                 if len(puts) == PUTS_AT_ONCE:
                     stored.append(self._result(puts.popleft()))
                 begin = pb.PutObjectBegin(key=key, salt=salt, size_bytes=source.nbytes, replace=replace)
-                begin.group, begin.count = group or "", count
+                begin.group, begin.count = name or "", count if name else 0
                 puts.append(self._put(begin, source.host_parts()))
             while puts:
                 stored.append(self._result(puts.popleft()))
