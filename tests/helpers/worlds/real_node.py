@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.config import NodeConfig, Quota
-from kvstore.model.replica import Address, FrameClass, FrameState, Tier, word_of
+from kvstore.model.replica import ADDRESS, Address, FrameClass, FrameState, Tier, word_of
 from kvstore.node import book, nvme_start, startup
 from kvstore.node.index_keeper import snapshot
 from kvstore.node.performer import Performer
@@ -102,7 +102,7 @@ class Entries(MutableMapping[bytes, Address]):
         return sum(1 for _ in self)
 
     def __setitem__(self, key: bytes, address: Address) -> None:
-        self._node.performer.index.commit([(self._tier, [key], [address])])
+        self._node.performer.index.commit([(self._tier, [key], [ADDRESS.pack(*address)])])
 
     def __delitem__(self, key: bytes) -> None:
         self._node.performer.index.commit([(self._tier, [key], [])])
