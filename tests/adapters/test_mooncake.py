@@ -22,7 +22,7 @@ from kvstore.adapters.mooncake.store import INVALID_PARAMS, OBJECT_NOT_FOUND, RP
 from kvstore.errors import InvalidRequest
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.nursery import ROOT
-from tests.helpers.processes import Machine
+from tests.helpers.processes import Machine, check_laws
 
 KIB = 1 << 10
 Bytes = npt.NDArray[np.uint8]
@@ -148,6 +148,36 @@ def test_values_are_pinned_as_far_as_the_limits_allow(machine: Machine) -> None:
     assert 2 < len(own.pins()["pins"]) < 20, "more pins are refused, but the values are stored"
     assert store.batch_is_exist(large) == [1] * 20
     assert store.remove("hard") == 0 and store.remove_all() == 21 and own.pins()["pins"] == []
+
+
+def test_the_values_of_a_group_are_there_together_or_not_at_all(machine: Machine) -> None:
+    machine.serve("n", dram="16MiB")
+    store, own = of_node(), machine.connect("n")
+    data = filled(1 << 20)
+    start, size = place(data)
+    assert store.register_buffer(start, size) == 0
+
+    def put(keys: list[str], ids: list[str], bad: str = "") -> list[int]:
+        places = [start + 1000 * number if key != bad else 5 for number, key in enumerate(keys)]
+        return store.batch_put_from(keys, places, [300_000] * len(keys), ReplicateConfig(group_ids=ids))
+
+    assert put(["a/k", "b/k", "single", "a/v", "b/v", "none"], ["a", "b", "s", "a", "b", ""]) == [0] * 6
+    assert store.batch_is_exist(["a/k", "a/v", "b/k", "b/v", "single", "none"]) == [1] * 6
+    assert store.get("b/v") == data[4000:304_000].tobytes()
+    assert put(["a/v", "a/k", "a/other"], ["a"] * 3) == [0] * 3, "values that are there stay, with their group"
+    assert store.get("a/v") == data[3000:303_000].tobytes() and store.is_exist("a/other") == 1
+    assert store.remove("a/k") == 0 and store.batch_is_exist(["a/v", "a/other", "b/k"]) == [0, 1, 1]
+    assert put(["c/k", "d/k", "c/v", "d/v"], ["c", "d", "c", "d"], bad="c/v") == [*(INVALID_PARAMS, 0)] * 2
+    assert store.batch_is_exist(["c/k", "c/v", "d/k", "d/v"]) == [0, 0, 1, 1]
+    assert put(["e"], []) == [0] and put(["f", "g"], ["f"]) == [INVALID_PARAMS] * 2
+    assert store.put("h" * 2000, b"x", ReplicateConfig(group_ids=["h"])) == INVALID_PARAMS
+    for number in range(60):  # more than fits
+        keys = [f"{number}/{part}" for part in "kvx"]
+        assert put(keys, [str(number)] * 3) == [0] * 3
+        found = store.batch_is_exist([f"{past}/{part}" for past in range(number) for part in "kvx"])
+        assert all(sum(found[at : at + 3]) in (0, 3) for at in range(0, len(found), 3)), "no group is there in part"
+    assert 0 < sum(found) < len(found)
+    check_laws(own)
 
 
 def test_only_memory_of_this_process_is_registered(machine: Machine) -> None:

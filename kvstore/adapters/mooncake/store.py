@@ -7,11 +7,14 @@ The node owns all memory, so ``setup`` ignores its arguments about segments, buf
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 import logging
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +54,8 @@ class ReplicateConfig:
     Attributes:
         with_soft_pin, with_hard_pin: pin the values on their node for ``SOFT_PIN_S`` or ``HARD_PIN_S``, as far as the
             node's limits of pins allow.
+        group_ids: for each value, the group that it belongs to, or "". The values of one call with equal ids are found
+            only while all of them are stored, and are evicted and removed together.
 
     The adapter ignores all others: the node decides where values are stored.
     """
@@ -314,31 +319,61 @@ class MooncakeDistributedStore:
 
     def _put(self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig | None) -> list[int]:
         """Store values and return a code for each. A value of None has an invalid pointer."""
-        values_by_key = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
+        config = config or ReplicateConfig()
+        group_ids = config.group_ids or ()  # None from hosts that take it for optional
+        if group_ids and len(group_ids) != len(keys):
+            _log.error("put: group_ids must be one per key, %d (got %d)", len(keys), len(group_ids))
+            return [INVALID_PARAMS] * len(keys)
+        values_by_key = dict(zip(keys, values, strict=True))
+        codes: dict[str, int] = {}
+        for group_id, members in _groups(keys, group_ids).items():
+            put = partial(self._put_group, group_id) if group_id else self._put_each
+            codes |= put({key: values_by_key[key] for key in members})
+        if config.with_soft_pin or config.with_hard_pin:
+            stored = [key for key, code in codes.items() if code == OK]
+            self._pin(stored, HARD_PIN_S if config.with_hard_pin else SOFT_PIN_S)
+        return [codes[key] if value is not None else INVALID_PARAMS for key, value in zip(keys, values, strict=True)]
+
+    def _put_each(self, values: dict[str, Any]) -> dict[str, int]:
+        """Store each of these values, and return their codes."""
+        valid = {key: value for key, value in values.items() if value is not None}
 
         def put_all(store: Store) -> int:
             # Existing values stay.
-            store.put_many(list(values_by_key), list(values_by_key.values()), self._salt, wait=False)
+            store.put_many(list(valid), list(valid.values()), self._salt, wait=False)
             return OK
 
         def put_one(key: str) -> int:
             def put(store: Store) -> int:
-                store.put(key, values_by_key[key], self._salt)
+                store.put(key, valid[key], self._salt)
                 return OK
 
             return self._call("put", put)
 
-        code = self._call("put", put_all) if values_by_key else OK
-        codes = dict.fromkeys(values_by_key, code)
+        code = self._call("put", put_all) if valid else OK
+        codes = dict.fromkeys(values, INVALID_PARAMS) | dict.fromkeys(valid, code)
         if code == INVALID_PARAMS:  # at least one value is invalid, so the store stored none
-            codes = {key: put_one(key) for key in values_by_key}
+            codes |= {key: put_one(key) for key in valid}
         elif code != OK:  # part of the batch may be stored
-            answers = self.batch_is_exist(list(values_by_key))
-            codes = {key: OK if answer == 1 else code for key, answer in zip(values_by_key, answers, strict=True)}
-        if config is not None and (config.with_soft_pin or config.with_hard_pin):
-            stored = [key for key, code in codes.items() if code == OK]
-            self._pin(stored, HARD_PIN_S if config.with_hard_pin else SOFT_PIN_S)
-        return [codes[key] if value is not None else INVALID_PARAMS for key, value in zip(keys, values, strict=True)]
+            answers = self.batch_is_exist(list(valid))
+            codes |= {key: OK for key, answer in zip(valid, answers, strict=True) if answer == 1}
+        return codes
+
+    def _put_group(self, group_id: str, values: dict[str, Any]) -> dict[str, int]:
+        """Store these values as one group, and return their codes. All of them are stored, or none. Existing values
+        stay in the groups that they have."""
+
+        def put(store: Store) -> int:
+            stored = store.contains(list(values), self._salt, local=True)
+            missing = [key for key, is_stored in zip(values, stored, strict=True) if not is_stored]
+            if missing:
+                name = _group_name(group_id, missing)
+                sources = [values[key] for key in missing]
+                store.put_many(missing, sources, self._salt, group=name, count=len(missing), wait=False)
+            return OK
+
+        is_valid = not any(value is None for value in values.values())
+        return dict.fromkeys(values, self._call("put", put) if is_valid else INVALID_PARAMS)
 
     def _pin(self, keys: Sequence[str], ttl_s: float) -> None:
         """Pin stored values. If the node refuses a pin, which is logged, the other values are not pinned either."""
@@ -370,6 +405,25 @@ class MooncakeDistributedStore:
         if not any(out is None for out in outs) and self._call("get", get_all) == OK:
             return [OBJECT_NOT_FOUND if size < 0 else size for size in sizes]
         return [INVALID_PARAMS if out is None else get_one(key, out) for key, out in zip(keys, outs, strict=True)]
+
+
+def _groups(keys: Sequence[str], group_ids: Sequence[str]) -> dict[str, list[str]]:
+    """Return the keys of each group. Keys without a group, and keys that are alone in theirs, are under "" and come
+    first."""
+    members: dict[str, list[str]] = {}
+    for key, group_id in zip(keys, group_ids, strict=False):
+        members.setdefault(group_id, []).append(key)
+    groups = {group_id: list(dict.fromkeys(its)) for group_id, its in members.items() if group_id}
+    groups = {group_id: its for group_id, its in groups.items() if len(its) > 1}
+    grouped = {key for its in groups.values() for key in its}
+    return {"": [key for key in keys if key not in grouped], **groups}
+
+
+def _group_name(group_id: str, keys: Sequence[str]) -> str:
+    """Return the name of the group of these members. Mooncake does not say how many members a group has in all, and
+    other calls may add some under its id. So the members of one call are a group of their own."""
+    text = json.dumps([group_id, *sorted(keys)])
+    return "mooncake/" + hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def code_of(error: KVStoreError) -> int:
