@@ -31,7 +31,7 @@ from kvstore.wire.control import (
 BATCH_BYTES = 16 << 20
 AHEAD_FRAMES_MAX = 256  # frames in one pool
 AHEAD_BYTES_MAX = 64 << 20  # bytes of the frames in one pool
-POOLS_MAX = 256  # pools of one client; a node's own client serves all remote callers, which may use any page size
+POOLS_MAX = 256  # pools of one client. A node's own client serves all remote callers, whose pages may have any size
 IDLE_S = 2.0  # a pool returns its frames if none was taken for this time
 PUTS_UNREAD_MAX = 16  # asynchronous puts whose results have not been read
 AHEAD_PUTS = 32  # a pool is filled with frames for this many puts like the last one, when half of them are left
@@ -42,12 +42,12 @@ _RESERVED = int(FrameState.RESERVED)
 
 
 class Purpose(NamedTuple):
-    """The purpose of requested frames. It keeps the node from evicting the wrong pages to free them.
+    """The purpose of requested frames. It tells the node which pages it must not evict to free them.
 
     Attributes:
         before: the key of the page that is the parent of the put's next page. It is not evicted.
         since: where the records of this put begin in the session's slot of the log; 0 if nothing is published. The last
-            page of the put so far is not evicted.
+            page that this put has published is not evicted.
     """
 
     before: bytes

@@ -1,9 +1,9 @@
 """``HbmReader`` reads pages in memory that other processes on this machine have mounted.
 
-The index names a segment and a frame, and the segment's records prove the page. Its word must say SEALED under the
-generation that the index names, and key, root, extra and token ids must equal the requested ones. The bytes are read as
-the segment exports its memory (``tier.peer_memory``), and then the generation is compared again. All other contents of
-the files are hints, and are checked against the sizes of the files.
+The index names a segment and a frame, and the frame's record proves the page: its word must be SEALED with the
+generation that the index names, and key, root, extra and token ids must equal the requested ones. How the bytes are
+read depends on how the segment exports its memory (``tier.peer_memory``). Afterwards the generation is compared again.
+All other contents of the files are hints, and are checked against the sizes of the files.
 
 If the target is device memory and that device can access the segment's memory, the device copies the pages
 (``DirectRead``). Otherwise they are copied through the host.
@@ -246,7 +246,7 @@ class _LocatedPages:
 
 
 class HbmRead:
-    """A ``PendingRead`` of mounted pages. ``result`` makes the whole read."""
+    """A ``PendingRead`` of mounted pages. ``result`` does the whole read."""
 
     damaged = b""
     addresses = b""  # empty, because the node promotes only pages of its own tiers
@@ -269,7 +269,7 @@ class HbmRead:
         return pages, "" if pages == len(self._located.keys) else ABSENT
 
     def _read(self, run: _Run) -> tuple[int, str]:
-        """Read the leading proven pages of a run. Return how many, and why not all."""
+        """Read the leading proven pages of a run. Return their number, and why there are no more."""
         try:
             with _hold(run):
                 count, reason = self._located.prove(run)
@@ -360,7 +360,7 @@ class MountsWatch:
         self._thread: threading.Thread | None = None
 
     def add(self, reader: HbmReader) -> None:
-        """Watch a reader as long as it exists. Can be repeated."""
+        """Watch a reader as long as it exists. Adding it again has no effect."""
         with self._lock:
             self._readers.add(reader)
             if self._thread is None or not self._thread.is_alive():  # a forked child has no thread

@@ -37,8 +37,8 @@ LastPage = tuple[int, bytes | None]
 
 
 def indexed_pages(mapped: MappedNode, hashes: list[bytes], closed: bool) -> LastPage:
-    """Return how many leading keys the index lists in DRAM, whatever their roots are. If it does not list all,
-    published pages are waited for, and count too.
+    """Return how many leading keys the index lists in DRAM, whatever their roots are. If it does not list all of them,
+    wait for published pages, and count these too.
 
     Args:
         closed: chains are prefix-closed in the index, so a binary search is enough.
@@ -150,7 +150,7 @@ def _with_published(
 
 def _missing_keys(mapped: MappedNode, hashes: list[bytes], pages: int, closed: bool) -> list[bytes]:
     """Return the first key that is not in DRAM, and the first key that is in no tier. Published pages may begin at
-    either. ``pages``: the number of leading pages in DRAM."""
+    either of them. ``pages``: the number of leading pages in DRAM."""
     rest, below = hashes[pages:], 0
     with contextlib.suppress(IndexDamaged):
         if closed:

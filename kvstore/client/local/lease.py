@@ -43,8 +43,8 @@ class RunLease:
         self._is_answered = bool(number)  # False while a request has no answer: a published release could overtake it
 
     def take(self, runs: list[Run]) -> int:
-        """Take the lease. Return the number of leading pages for which the node gave it; those that are unchanged
-        afterwards are leased. Raises as ``MappedNode.exchange``."""
+        """Take the lease. Return the number of leading pages for which the node gave it. Those of them that are
+        still unchanged afterwards are leased. Raises as ``MappedNode.exchange``."""
         return self._publish(runs) or self._request(runs)
 
     def renew(self, runs: list[Run]) -> bool:
@@ -103,9 +103,9 @@ class RunLease:
 class LocalLease(Lease):
     """A lease with views of DRAM.
 
-    Taking it first promotes pages that are only in a lower tier, as far as DRAM has space. It also copies pages that
-    are only in an engine's memory: an engine waits for its readers, but not as long as a lease may last, and device
-    memory has no views. If no page is stored, no request is made.
+    Taking it first promotes pages that are only in a lower tier, as far as DRAM has space. It also copies pages to DRAM
+    that are only in an engine's memory: device memory has no views, and a lease may last longer than an engine waits
+    for its readers. If no page is stored, no request is made.
 
     The lease survives a restart of the daemon, and ends with this process. Views are valid only during the lease. A
     view that is used later shows wrong data but does not crash. If a page changed during the lease, the end of the
@@ -183,8 +183,9 @@ class LocalLease(Lease):
 
 
 def leased_runs(runs: list[Run], pages: int, reason: str) -> tuple[list[Run], str]:
-    """Reduce ``runs`` to their leading pages that are leased and did not change before that. Return them, and
-    ``reason`` or GENERATION. ``pages``: the number of pages for which the node gave the lease."""
+    """Return the leading pages of ``runs`` that are leased and did not change before that, and why there are no more:
+    GENERATION if a page has changed, otherwise ``reason``. ``pages``: the number of pages for which the node gave the
+    lease."""
     leased: list[Run] = []
     for run in runs:
         count = min(run.unchanged(), pages - run.page)

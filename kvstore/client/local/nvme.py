@@ -8,10 +8,10 @@ the pages were there during the whole read.
 Worked example: 32 pages of 256 KiB in frames 8..39 of extent 6 are one run. It is read in 6 parts of 5, 7, 7, 7, 4 and
 2 frames, each of at most 2 MiB. On the device, each part is header, page, header, page, and so on. Two threads read the
 parts of a disk, while the caller checks and copies the parts that are done. If page 17 is invalid, the match ends
-there, even if page 18 is valid. The caller's rows from 17 on are then unchanged or contain their page.
+there, even if page 18 is valid. Each of the caller's rows from 17 on is then unchanged, or contains its page.
 
-A system call that reads from a device cannot be cancelled: its thread is blocked until the device answers. So the
-caller never reads itself, and its deadline holds even if a device is silent. Threads read into internal buffers and
+A system call that reads from a device cannot be cancelled: its thread is blocked until the device answers. So a caller
+never reads in its own thread, and its deadline holds even if a device is silent. Threads read into internal buffers and
 return them in the order of completion. Data that arrives after the caller has given up stays in an internal buffer. A
 disk with an unanswered read is not used again until it has answered, so it causes only one wait.
 """
@@ -51,7 +51,7 @@ THREADS: Final = 4
 # Reads of one batch in flight on each disk. Two large reads reach a device's full speed. Devices serve all reads in
 # flight evenly: a large number of them would end at the same moment, and no read would overlap the checks of another.
 IN_FLIGHT: Final = 2
-READS_PER_EXTRA: Final = 8  # a batch has one more read in flight for every 8 reads; then the last ones matter less
+READS_PER_EXTRA: Final = 8  # a batch has one more in flight for every 8 reads: its last reads then matter less
 AHEAD: Final = 8  # reads of one batch that have started and are not yet taken; each of them has a buffer
 SHAPES_MAX: Final = 16  # shapes of reads for which a buffer keeps its views
 
@@ -566,8 +566,8 @@ class NvmeRead:
         return pages, reasons.get(pages, self._reason)
 
     def _accept(self, part: ReadPart, buffer: BounceBuffer) -> tuple[int, str]:
-        """Check a part that was read, and copy its leading valid pages to the caller's rows. Return how many, and why
-        not all."""
+        """Check a part that was read, and copy its leading valid pages to the caller's rows. Return their number, and
+        why there are no more."""
         frame_class, pages = part.extent.frame_class, part.length
         head = geometry.header_bytes(frame_class)
         frames = buffer.take(pages * geometry.stride_bytes(frame_class)).reshape(pages, -1)

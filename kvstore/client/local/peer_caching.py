@@ -224,7 +224,8 @@ class PeerCaching:
         self._chain = chain
 
     def pages_worth_caching(self, peer_reader: PeerReader, keys: Keys) -> int:
-        """Return how many leading pages to cache here: the pages that were fetched before, if the node answers."""
+        """Return how many leading pages to cache here: those that this machine has read from another node before.
+        Return 0 if the local node is not responding."""
         mapped = self._node.last
         return peer_reader.history.leading(keys.links) if mapped is not None and accepts_hints(mapped) else 0
 
@@ -361,7 +362,8 @@ class PeerCaching:
             return arrival, arrival.reserve()
 
     def _wait_for_other(self, mapped: MappedNode, key: bytes, budget: TimeBudget) -> bool:
-        """Wait for another process on this machine that fetches this page. Return whether it has ended."""
+        """Wait for another process on this machine that fetches this page. Return whether the page is no longer
+        pending."""
         has_ended = wait_while_pending(mapped, key, budget.local_wait_s)
         budget.deduct(0.0 if has_ended else budget.local_wait_s)
         return has_ended

@@ -126,7 +126,7 @@ class LocalReader(Reader):
 
     def _to_device(self, run: Run, part: slice, target: DeviceRows) -> None:
         """Copy a run to a device. Sealed pages are leased during the copy. Pages that are still being written cannot be
-        leased, and cannot be evicted."""
+        leased, but they cannot be evicted either."""
         assert self._mapped is not None
         words = run.extent.words[run.frame : run.frame + run.length].tobytes()
         is_sealed = words[::8] == bytes([_SEALED]) * run.length

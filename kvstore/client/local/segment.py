@@ -25,7 +25,7 @@ from kvstore.tier.peer_memory import HOST, MountedMemory, SharedFrames
 from kvstore.wire.control import BATCH_MAX, CHAINED, NO_REPLY, Op, encode, pack_addresses, pack_class
 
 ANSWER_S: Final = 0.25  # longest wait for the node's reply, if the log is full and a message is needed
-SILENCE_NS: Final = 1_000_000_000  # pause of messages to a node that did not answer
+SILENCE_NS: Final = 1_000_000_000  # a node that did not answer gets no messages for this time
 CLOSE_S: Final = 1.0  # longest wait for the node when the segment is closed
 
 
@@ -83,7 +83,7 @@ class LocalSegment:
             keys = self._mapped.in_pool(keys)
             above = keys.above
             if above is None:
-                raise InvalidRequest("keys", "must be of a chain that is known from its root on")
+                raise InvalidRequest("keys", "must belong to a chain whose keys are known from the root on")
             position = len(above)
             previous_span = fingerprint(above[span_start(position - 1)]) if position else 0
             first, self._generation_next = self._generation_next, self._generation_next + len(frames)
@@ -170,8 +170,8 @@ class LocalSegment:
     def _notify(self, op: Op, count: int, body: tuple[bytes, ...]) -> bool:
         """Notify the node through the log, or by a message if the log is full. Return False if neither was possible.
 
-        That does no lasting harm: a node that is down reads the records at its next start, and any node is notified
-        again when a frame is used again.
+        A node that was not notified reads the records at its next start, or when it is notified after a frame is used
+        again.
         """
         channel = self._mapped.channel
         publisher = channel.publisher

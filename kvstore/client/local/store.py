@@ -60,7 +60,7 @@ class LocalStore(Store, LocalObjects):
         """Wait until the node takes requests.
 
         Raises:
-            DeadlineExceeded: it does not within ``timeout_s``.
+            DeadlineExceeded: the node does not take requests within ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -5,9 +5,9 @@ generation that the index names. The identity in its record (key, root, extra, t
 for byte. The words are read before the bytes are used, and compared again afterwards: a page that changed in between is
 a miss. So stale index entries, forged hashes, reused frames and dropped extents are all misses.
 
-Worked example: one writer put 32 pages into frames 40..71 of extent 3. The index names frame 71 for the last key. From
-this follows the guess that page i is in frame 40 + i. A few comparisons of bytes prove it, without looking up the other
-31 keys. If the guess is wrong, all keys are looked up and grouped into runs of consecutive frames.
+Worked example: one writer put 32 pages into frames 40..71 of extent 3. The index names frame 71 for the last key. So
+page i is probably in frame 40 + i. A few comparisons of bytes prove it, without looking up the other 31 keys. If the
+guess is wrong, all keys are looked up and grouped into runs of consecutive frames.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def address_runs(
 
 
 def count_reuse(counters: SessionCounters, runs: list[Run], pages: int, now_ns: int) -> None:
-    """Count the time since the last use of the ``pages`` pages of ``runs``, which are about to be read. One page is
-    sampled, and stands for all."""
+    """Count the time since the last use of the ``pages`` pages of ``runs``, which are about to be read. One sampled
+    page stands for all."""
     if not runs:
         return
     random_number = now_ns // REUSE_SAMPLED

@@ -241,8 +241,8 @@ class LocalWriter(Writer):
     def _take_granted(self, mapped: MappedNode) -> bool:
         """Take frames that were granted ahead, and request the few that are missing.
 
-        Return False if frames must be reserved instead. This is so for a shard, where a put would have to wait for the
-        node, if the parent page is only on NVMe, and if no frames are free.
+        Return False if frames must be reserved instead: for a shard, for pages whose put would have to wait for the
+        node, for pages whose parent is only on NVMe, and if no frames are free.
         """
         keys, publisher = self._keys, mapped.channel.publisher
         if not self._is_whole or publisher is None or not LocalPut.may_publish(mapped):
@@ -376,7 +376,7 @@ class LocalWriter(Writer):
 
     def _write_in_order(self, pairs: list[tuple[list[Rows], list[Rows]]], parts: list[Rows], layer: int) -> None:
         """Write a layer. If it is not the next layer in order, or if copies from a device are in flight, use the
-        general way."""
+        general method."""
         copies = self._copies
         if copies is None or self._layer_copies or layer != self._even or layer == self._layout.layers:
             self._write_prepared(parts, layer)
@@ -463,7 +463,7 @@ class LocalWriter(Writer):
             put.forfeit(addresses)
             return
         put.seal(self.pages_new[0], addresses)
-        with contextlib.suppress(QuotaExceeded):  # the tenant has received a quota since: nothing is sealed
+        with contextlib.suppress(QuotaExceeded):  # the tenant has got a quota in the meantime, so nothing is sealed
             self.sealed = put.result()
 
     def _seal_frames(self, mapped: MappedNode, raw: bytes) -> None:

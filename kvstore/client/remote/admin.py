@@ -13,7 +13,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 
 ADMIN_TIMEOUT_S: Final = 60.0
-EVENTS_WAIT_S_MAX: Final = 1.0  # the limit of a node on this machine as well
+EVENTS_WAIT_S_MAX: Final = 1.0  # local nodes have the same limit
 EVENTS_PAUSE_S: Final = 0.05
 
 REPEATABLE: Final = ("pins", "explain", "layouts", "pages")  # calls that are repeated after the connection was lost

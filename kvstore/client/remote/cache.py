@@ -116,7 +116,7 @@ PageMessage = Callable[[Keys], pb.Pages]
 
 
 class RemoteLease(Lease):
-    """A lease that keeps the pages in the node, where others can read them.
+    """A lease that keeps the pages in the node, where other callers can read them.
 
     ``pages`` are copies made when the lease is taken, and stay valid after it. The lease ends if the node restarts.
     """
@@ -167,7 +167,7 @@ class RemoteLease(Lease):
                 self._node.call("Release", pb.ReleaseRequest(lease=lease), pb.Empty, RELEASE_S, again=False)
 
     def _request_lease(self) -> tuple[int, str]:
-        """Request the lease. Return the number of leading pages that it covers, and why no more."""
+        """Request the lease. Return the number of leading pages that it covers, and why there are no more."""
         request = pb.LeaseRequest(pages=self._page_message(self._keys), ttl_ms=self._ttl_ms)
         reply = self._node.call("Lease", request, pb.LeaseReply)
         self._lease = reply.lease
@@ -228,7 +228,7 @@ class RemoteCache(PrefixCache):
         pages = pb.Pages(tokens=keys.tokens.tobytes(), extras=keys.media or ())
         pages.MergeFrom(self._chain)
         if keys.extras is not None and keys.media is None:
-            raise InvalidRequest("extras", "must not be digests over gRPC: make keys with cache.keys()")
+            raise InvalidRequest("extras", "must not be digests over gRPC: make the keys with cache.keys()")
         if keys.parent != keys.root:
             pages.parent = keys.parent
         pages.replicas = 2 if keys.hints and keys.hints[0] & REPLICATED else 0

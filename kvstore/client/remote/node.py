@@ -20,12 +20,12 @@ from kvstore.pb import store_pb2 as pb
 from kvstore.wire.grpc import ERROR_KEY, from_rpc
 
 SERVICE: Final = "/kvstore.v1.Store/"
-MESSAGE_BYTES_MAX: Final = 64 << 20  # of received messages; the largest are chunks of data and lists of pages
+MESSAGE_BYTES_MAX: Final = 64 << 20  # largest received message: a part of data, or a list of pages
 STREAM_BYTES_PER_S_MIN: Final = 32 << 20  # the speed for which the deadlines of streams are long enough
-OVERHEAD_BYTES: Final = 64 << 10  # of a message, in addition to its data or tokens
-REQUEST_BYTES: Final = 2 << 20  # of tokens in one request: half a million of them
+OVERHEAD_BYTES: Final = 64 << 10  # what a message may contain in addition to its data or tokens
+REQUEST_BYTES: Final = 2 << 20  # tokens in one request: half a million of them
 REQUEST_PAGES: Final = 1 << 15
-DATA_BYTES: Final = 2 << 20  # of one message; the size hardly matters, but whole pages save the node a copy
+DATA_BYTES: Final = 2 << 20  # data in one message. The size hardly matters, but whole pages save the node one copy
 
 # The first attempt to reconnect is immediate, and pauses are at most a second: a restarted daemon is soon found.
 OPTIONS: Final = (
@@ -71,7 +71,7 @@ class RemoteNode:
 
     Attributes:
         about: the node's description of itself, set by ``ask_about``.
-        misses: reason -> number of matches that ended for it. Concurrent threads may lose counts.
+        misses: the number of matches that ended early, by reason. Concurrent threads may lose counts.
     """
 
     service = SERVICE
@@ -207,8 +207,8 @@ def end(stream: Any) -> None:
 
     gRPC keeps the connection of such a stream until the stream's last event is taken. When a stream is cancelled or
     dropped, gRPC does not take the events, and the connection would stay open as long as the process runs, even after
-    ``close``. Only private attributes can take them; if these disappear, connections stay open. Events are not taken if
-    a signal handler raised inside the stream: gRPC would then wait for them for ever.
+    ``close``. They can be taken only through private attributes of gRPC. Without these, connections stay open. Events
+    are not taken if a signal handler raised inside the stream: gRPC would then wait for them for ever.
     """
     stream.cancel()
     if isinstance(sys.exception(), KeyboardInterrupt | SystemExit):

@@ -28,7 +28,7 @@ from kvstore.pb import store_pb2 as pb
 from kvstore.wire.grpc import OBJECT_DATA_FIELD, digest_of, fields, pack_data
 
 PUTS_AT_ONCE: Final = 8  # streams of one ``put_many`` at the same time
-KEYS_PER_CALL: Final = 1024  # of at most 1000 bytes each, a quarter of a message
+KEYS_PER_CALL: Final = 1024  # each has at most 1000 bytes, so all take at most a quarter of a message
 # Fields of GetObjectReply.
 _FOUND, _SIZE, _DATA, _DIGEST, _GROUPED = 1, 2, OBJECT_DATA_FIELD, OBJECT_DATA_FIELD + 1, 5
 
@@ -155,11 +155,11 @@ class RemoteObjects(ObjectVerbs):
 
     def object_keys(self, salt: str = "") -> NoReturn:
         """Raise InvalidRequest: the list of all keys has no limit, so it is not available over gRPC."""
-        raise InvalidRequest("object_keys", "is for programs on the node's own machine")
+        raise InvalidRequest("object_keys", "is available only on the node's own machine")
 
     def object_pages(self, key: str, salt: str = "") -> NoReturn:
         """Raise InvalidRequest: operators' verbs over gRPC take only pages of prompts."""
-        raise InvalidRequest("object_pages", "is for programs on the node's own machine")
+        raise InvalidRequest("object_pages", "is available only on the node's own machine")
 
     def _check_open(self) -> None:
         self._node.check_open()
@@ -262,7 +262,7 @@ class RemoteStore(Store, RemoteObjects):
         return cache
 
     def stats(self) -> dict[str, Any]:
-        """Return numbers about the node, with ``client.misses`` of this store. Needs an operator's token."""
+        """Return the node's statistics, with ``client.misses`` of this store. Needs an operator's token."""
         stats = self._admin("stats")
         stats["client"] = {"misses": dict(self._node.misses)}
         return stats

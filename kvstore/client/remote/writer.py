@@ -20,7 +20,7 @@ from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
 from kvstore.wire.grpc import DATA_FIELD, pack_data, pack_integer
 
-_PAGE_FIELD, _OFFSET_FIELD = 4, 5  # of WriteRequest
+_PAGE_FIELD, _OFFSET_FIELD = 4, 5  # fields of WriteRequest
 
 Piece = tuple[int, int, Rows]  # page, offset in the page, bytes
 
