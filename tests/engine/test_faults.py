@@ -25,6 +25,7 @@ ENGINES = {
     "one": {"role": "prefill", "chunk_tokens": "32", "hold_s": "5"},
     "two": {"role": "prefill", "chunk_tokens": "32", "hold_s": "5", "node": "{cluster.remote_node}"},
 }
+LONG_TOKENS = 1700  # of an answer that goes on while the node dies, is away for 3 s, and comes back
 NODE_STALL_S = 2.0  # of the tokens of a running answer when the node dies or stands still
 
 
@@ -135,8 +136,8 @@ def test_a_node_that_is_away_is_missed_by_nobody(cluster: Cluster, how: str) -> 
     one, two = cluster.address("one"), cluster.address("two")
     seed = 41 if how == "killed" else 51
     long = prompt(100, 40)  # both times, since what it should give takes as long as the answer
-    cluster.reference("decode", long, 2500)
-    answer = Running(decode, long, max_tokens=2500).drawn(300)
+    cluster.reference("decode", long, LONG_TOKENS)
+    answer = Running(decode, long, max_tokens=LONG_TOKENS).drawn(300)
     handed = [
         Running(decode, prompt(2001, seed + 1), max_tokens=24, prefill=[one], source="dram"),
         Running(decode, prompt(2002, seed + 2), max_tokens=24, prefill=[two], source="arena"),

@@ -243,9 +243,18 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("after", [0, 7], ids=["at once", "later"])
-@pytest.mark.parametrize("failing", ["one of two", "all"])
-@pytest.mark.parametrize("kind", FAILURES)
+# Each pair of a failure, of who fails and of when comes up.
+@pytest.mark.parametrize(
+    ("kind", "failing", "after"),
+    [
+        ("EIO on write", "one of two", 0),
+        ("EIO on write", "all", 7),
+        ("full", "one of two", 7),
+        ("full", "all", 0),
+        ("EIO on sync", "one of two", 0),
+        ("EIO on sync", "all", 7),
+    ],
+)
 def test_writes_that_fail(kind: str, failing: str, after: int, embedded: Embedded) -> None:
     """One of two: nothing that was accepted is lost. All: what was saved, and as much as DRAM holds, is there."""
     call, error = FAILURES[kind]
