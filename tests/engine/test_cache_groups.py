@@ -255,7 +255,11 @@ def test_turns_go_on_at_other_engines_and_after_a_migration(lab: Lab, mixed: Mix
     check_laws(store)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 48, 300])
+@pytest.mark.parametrize(
+    ("mixed", "chunk"),
+    [(GEMMA3, 1), (GEMMA2, 7), (GPT_OSS, 7), *itertools.product(MIXED, (48, 300))],
+    ids=lambda value: getattr(value, "preset", value),
+)
 def test_chunks_of_any_size_beside_others(lab: Lab, mixed: Mixed, chunk: int) -> None:
     one = lab.engine(mixed.preset, lab.store(), chunk_tokens=chunk, page_tokens=PAGE, batch_max=3)
     prompts = [prompt(35 + i, count) for i, count in enumerate((16, 33, 170, 250))]

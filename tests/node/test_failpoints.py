@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 
 import pytest
@@ -118,8 +119,7 @@ def test_daemon_killed_while_it_starts(step: str, machine: Machine) -> None:
     check_laws(store)
 
 
-@pytest.mark.parametrize("name", ["node.instruction", "node.commit"])
-def test_daemon_killed_while_pages_leave_and_move(name: str, machine: Machine) -> None:
+def test_daemon_killed_while_pages_leave_and_move(machine: Machine) -> None:
     """A pool that is much too small for two layouts: evictions, stolen extents, moves. What is there is right."""
     daemon = machine.serve("n", dram="16MiB")
     store = machine.connect("n")
@@ -129,8 +129,9 @@ def test_daemon_killed_while_pages_leave_and_move(name: str, machine: Machine) -
     small.wait_for("put", 60)
     large.wait_for("put", 20)
     daemon.kill()
+    steps = itertools.cycle(("node.instruction", "node.commit"))
     for count in (2, 5, 11, 17, 23, 40, 61, 90):
-        daemon = machine.spawn("n", failpoint=f"{name}:{count}")
+        daemon = machine.spawn("n", failpoint=f"{next(steps)}:{count}")
         assert daemon.wait() == KILLED, daemon.trace()
     machine.serve("n")
     check_laws(store)

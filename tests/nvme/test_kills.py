@@ -1,5 +1,7 @@
 """kill -9 of a node with NVMe: at every named step of moving, checkpoint, format and scan, and at random moments.
 
+Kills between any two stores of a decision are tested in ``tests/worlds/test_tier_kills.py``.
+
 DRAM holds less than half of what is stored, NVMe all of it: so nothing that was acknowledged may be missing, ever.
 ``KVSTORE_TEST_KILLS`` sets how many random kills there are (160), ``KVSTORE_TEST_SEED`` draws the pauses.
 """
@@ -53,8 +55,6 @@ MOVING = {
     "mover.checkpoint": (1, 3, 8),
     "nvme.table": (3, 5, 9, 16),  # the first two are the start's own
 }
-GENERAL = ("node.instruction", "node.word", "node.commit")  # under a load that moves pages
-GENERAL_COUNTS = (9, 31)
 assert set(MOVING) == set(MOVING_STEPS)
 
 
@@ -136,21 +136,6 @@ def test_killed_while_pages_move(name: str, machine: Machine) -> None:
     acked = load.end()
     check_at_rest(store, acked)
     assert nvme(store)["pages"] > 128, "DRAM held it all"
-
-
-@pytest.mark.parametrize("name", GENERAL)
-def test_killed_at_any_step_of_a_decision(name: str, machine: Machine) -> None:
-    kill(machine.serve(NODE, **configure(machine)))
-    store = machine.connect(NODE)
-    load = Load(machine, first=0)
-    for count in GENERAL_COUNTS:
-        for more in (0, 100, 250):  # the first ones are of the start; later ones of whatever moves then
-            start_killed(machine, f"{name}:{count + more}")
-        daemon = machine.serve(NODE)
-        check_after(store, load.acknowledged)
-        kill(daemon)
-    machine.serve(NODE)
-    check_at_rest(store, load.end())
 
 
 # --- format, start and scan -----------------------------------------------------------------------------------------
