@@ -25,6 +25,8 @@ DECIDE = Bar(0.0003, at_least=False, of_ratio=False, unit="s")
 TURN = Bar(0.0002, at_least=False, of_ratio=False, unit="s")
 ONCE = Bar(2.0, at_least=False, of_ratio=False)
 ROLES = Bar(0.9, of_ratio=False)
+TEN_S = Bar(10.0, at_least=False, of_ratio=False, unit="s")
+AHEAD = Bar(1.0, of_ratio=False)
 
 
 def lazy(module: str, function: str, **arguments: object) -> Callable[[Stage, str, Any], list[Result]]:
@@ -103,6 +105,24 @@ ROWS = [
         "goodput with roles that follow the load / with the best fixed split",
         ROLES,
         lazy("roles", "roles"),
+    ),
+    Row(
+        "simulate_12031",
+        "CPU time to serve 12,031 requests with 16 simulated engines",
+        TEN_S,
+        lazy("simulated", "speed"),
+    ),
+    Row(
+        "simulate_policies",
+        "mean TTFT of the policy before in FAST'25's order / of this one, simulated",
+        AHEAD,
+        lazy("simulated", "policies"),
+    ),
+    Row(
+        "what_if_error",
+        "mean error of the what-if formulas against the simulation",
+        None,
+        lazy("simulated", "formulas"),
     ),
 ]
 

@@ -53,6 +53,7 @@ class ClusterSpec:
             an engine and its host's memory, and to NVMe.
         adapters, drives: how many adapters of the fabric and drives a host has.
         pool: the nodes of all hosts form one pool. Without it each engine reuses only prefixes in its own memory.
+        remote: with ``pool``, prefixes of other nodes can be loaded. Otherwise each node uses only its own.
         dram, nvme: bytes of a node, with ``pool``.
         eviction: the policy of a node.
         conductors: how many conductors share the requests.
@@ -74,6 +75,7 @@ class ClusterSpec:
     adapters: int = 1
     drives: int = 4
     pool: bool = True
+    remote: bool = True
     dram: int = 512 << 30
     nvme: int = 0
     eviction: str = POLICY_DEFAULT

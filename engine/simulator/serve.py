@@ -299,7 +299,7 @@ class ServeSimulation:
                 state.handle(ev.NodeFound(0.0, each.name, each.host, "z"))
             for engine in self.engines.values():
                 state.handle(ev.EngineFound(0.0, self._about(engine), engine.role))
-        if spec.pool:  # one of them orders nodes to copy hot prefixes
+        if spec.pool and spec.remote:  # one of them orders nodes to copy hot prefixes
             self.conductors[0].handle(ev.LeadershipChanged(0.0, leads=True, revision=1))
 
     def _about(self, engine: _Engine) -> EngineAbout:
@@ -467,7 +467,7 @@ class ServeSimulation:
             ready_s = transfer((found["dram"] + found["nvme"]) * page_bytes, ready_s, engine.host_port)
             total = max(total, upper + lower)
             other = self.nodes.get(donor)
-            if other is not None and other is not node and other.caches is not None:
+            if self.spec.remote and other is not None and other is not node and other.caches is not None:
                 theirs = sum(other.caches.match(self._ms, blocks))
                 found["remote"] = max(0, theirs - total)
                 size = found["remote"] * page_bytes
