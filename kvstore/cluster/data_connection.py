@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import itertools
+import select
 import socket
 import ssl
 import struct
@@ -161,6 +162,15 @@ class Stream:
             raise NodeUnavailable(f"{self._peer}: the connection is lost ({error})") from None
         if count < len(frame):
             raise NodeUnavailable(f"{self._peer}: does not accept what is sent to it")
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._sock.fileno()
+
+    @property
+    def has_bytes(self) -> bool:
+        """See ``DataConnection``."""
+        return isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0
 
     def _without_waiting(self, call: Callable[[], int]) -> int:
         """Call a method of a TLS socket that must not block. A plain socket has a flag for this."""
@@ -461,6 +471,15 @@ class DataConnection:
             self.broken = True
             raise
 
+    def fileno(self) -> int:
+        """Return the descriptor of its socket."""
+        return self._stream.fileno()
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether bytes have been received that its socket does not announce any more (TLS)."""
+        return self._stream.has_bytes
+
     def call(self, kind: FrameKind, *body: Buffer, reply: FrameKind, deadline_s: float) -> bytearray:
         """Send a request, wait for its reply of one frame, and return that frame's body. Raises as ``receive_head``."""
         number = self.send(kind, *body, deadline_s=deadline_s)
@@ -471,6 +490,18 @@ class DataConnection:
         """Close the connection."""
         self.broken = True
         self._stream.close()
+
+
+def wait_for_any(connections: Sequence[DataConnection], seconds: float) -> DataConnection | None:
+    """Wait until one of these connections has bytes of a reply, or has ended. Return it; None if none has in time."""
+    for each in connections:
+        if each.has_bytes:
+            return each
+    poll = select.poll()
+    for each in connections:
+        poll.register(each, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poll.poll(max(0.0, 1000 * seconds))}
+    return next((each for each in connections if each.fileno() in ready), None)
 
 
 def _connect(

@@ -42,12 +42,14 @@ _NONE_OLDER: Final[Mapping[int, Placement]] = {}
 @dataclass(frozen=True)
 class Stretch:
     """Consecutive pages that one node has: ``start`` to ``stop`` (exclusive), counted from the first page of the
-    search. ``tiers`` has a byte per page, the number of its fastest tier in ``TIERS``."""
+    search. ``tiers`` has a byte per page, the number of its fastest tier in ``TIERS``. ``others`` are more nodes that
+    have all of these pages."""
 
     node: str
     start: int
     stop: int
     tiers: bytes
+    others: tuple[str, ...] = ()
 
 
 class Question(NamedTuple):
@@ -101,6 +103,7 @@ class Search:
         self._answers_of: dict[int, int] = {}  # the spans that each owner has answered for
         self._answers: list[tuple[list[int], Locations]] = []
         self._last, self._holder = first - 1, ""  # the last page that any node has, and that node
+        self._holders = set[str]()  # all nodes that have it
 
     def ask(self, silent: Collection[str]) -> list[Question]:
         """Return the next questions, one per node. The list is empty if no further question would help. ``silent``:
@@ -141,6 +144,12 @@ class Search:
                     best, holder = rank, answer.names[nodes[row]]
         if best is not None:
             self._last, self._holder = -best[0], holder
+            self._holders.clear()
+        for row in reversed(range(len(pages))):
+            if question.places[pages[row]] < self._last:
+                break
+            if question.places[pages[row]] == self._last and answer.names[nodes[row]] in self._nodes:
+                self._holders.add(answer.names[nodes[row]])
 
     def result(self) -> list[Stretch]:
         """Return the result so far: the places of the leading pages, as consecutive stretches."""
@@ -157,7 +166,8 @@ class Search:
         for page in sorted(tiers):  # a page that was not asked for gets the tier of the next one
             known += bytes([tiers[page]]) * (page + 1 - at)
             at = page + 1
-        return [Stretch(self._holder, 0, len(known), known)] if known else []
+        others = tuple(sorted(self._holders - {self._holder}))
+        return [Stretch(self._holder, 0, len(known), known, others)] if known else []
 
     def holders(self) -> list[list[str]]:
         """Return, for each key, the nodes that have it, those with it in the fastest tier first."""
@@ -358,7 +368,8 @@ def stretches(locations: Locations, count: int, nodes: Collection[str]) -> list[
         stop = int(ends[node][at])
         if stop <= at:
             break
-        covered.append(Stretch(node, at, stop, best[node][at:stop].tobytes()))
+        others = tuple(sorted(each for each in ends if each != node and int(ends[each][at]) >= stop))
+        covered.append(Stretch(node, at, stop, best[node][at:stop].tobytes(), others))
         at = stop
     return covered
 

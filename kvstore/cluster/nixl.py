@@ -312,6 +312,7 @@ class NixlTransport:
         deadline_s: float,
         silence_s: float,
         holder: PlaceHolder | None = None,
+        second: PoolNode | None = None,
     ) -> PullResult:
         """See ``Transport``."""
         self._reap()

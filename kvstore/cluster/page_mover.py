@@ -81,6 +81,10 @@ class TransportPlan:
         """Return the transport's bytes per second, measured or expected; 0 if unknown."""
         return self._speed_of(peer, name).bytes_per_s or self._expected.get(name, 0.0)
 
+    def measured(self, peer: str, name: str) -> float:
+        """Return the transport's measured bytes per second; 0 if it was not measured."""
+        return self._speed_of(peer, name).bytes_per_s
+
     def note_success(self, peer: str, name: str, nbytes: int, seconds: float, now_s: float) -> None:
         """Record that the transport moved ``nbytes`` in ``seconds``."""
         its = self._speed_of(peer, name)
@@ -159,6 +163,7 @@ class PageMover:
         deadline_s: float,
         silence_s: float,
         holder: PlaceHolder | None = None,
+        second: PoolNode | None = None,
     ) -> PullResult:
         """See ``Transport.read``. Raises the error of the last transport that was tried."""
         with self._lock:
@@ -168,7 +173,7 @@ class PageMover:
             done, began_s = result.pages, time.monotonic()
             remaining = replace(request, keys=request.keys[done:]) if done else request
             try:
-                more = self._transport(name).read(peer, remaining, places[done:], deadline_s, silence_s, holder)
+                more = self._transport(name).read(peer, remaining, places[done:], deadline_s, silence_s, holder, second)
             except (InvalidRequest, PermissionDenied, Unauthenticated):
                 raise  # every transport would get the same answer
             except KVStoreError as error:
@@ -181,6 +186,12 @@ class PageMover:
             if result.pages == len(request.keys):
                 break
         return result
+
+    def speed(self, peer: PoolNode) -> float:
+        """Return the measured bytes per second of the transport that the next read tries first; 0 if unknown."""
+        with self._lock:
+            name = self._plan.order(peer.process, self._fit(peer), time.monotonic())[0]
+            return self._plan.measured(peer.process, name)
 
     def close(self) -> None:
         """Close all transports."""

@@ -7,6 +7,9 @@ one READ over a data connection into their final place, and verifies them there.
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
@@ -14,9 +17,9 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cluster.data_connection import DataConnection
+from kvstore.cluster.data_connection import DataConnection, wait_for_any
 from kvstore.cluster.peer_links import PeerLinks, PoolNode
-from kvstore.errors import Unavailable
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.replica import Tier
 from kvstore.wire.data import (
     BODY_MAX,
@@ -33,6 +36,11 @@ from kvstore.wire.data import (
 CHECKSUM: Final = "checksum"
 RATE_MIN: Final = 16 << 20  # bytes per second; a slower source is given up like a silent one
 VERIFY_BYTES: Final = 512 << 10  # bytes that are received before they are verified; at least one page
+SILENCE_LEFT_S: Final = 0.05  # the rest of the time that a node may be silent, if it was silent before
+HEDGES_PART: Final = 0.03  # second requests for each request, at most
+HEDGES_CREDIT_MAX: Final = 3.0  # second requests that may follow each other
+DELAYS_MIN, DELAYS_MAX = 20, 200  # replies of a data server from which its usual delay is known; replies to remember
+PEERS_MAX: Final = 256  # data servers whose delays are remembered
 Rows = npt.NDArray[np.uint8]
 Places = Rows | list[Rows]
 """Where pages go: one array ``[pages, length]``, or one contiguous row ``[length]`` per page."""
@@ -161,6 +169,7 @@ class Transport(Protocol):
         deadline_s: float,
         silence_s: float,
         holder: PlaceHolder | None = None,
+        second: PoolNode | None = None,
     ) -> PullResult:
         """Read the pages of one READ from a node into their places. The leading pages that the result counts are
         verified, and were still unchanged at their source after they were sent.
@@ -168,6 +177,7 @@ class Transport(Protocol):
         Args:
             silence_s: longest time without arriving bytes, at the beginning and later.
             holder: holds the places. With None, nothing may be written to the places after this call returns.
+            second: another node that has the pages. A transport may read from it if the first one answers late.
 
         Raises:
             LateBytes: only with ``holder``, after ``holder.leave`` was called.
@@ -197,11 +207,46 @@ class TransportKind(NamedTuple):
     bytes_per_s: float = 0.0
 
 
+class Hedges:
+    """Decides when a READ is also sent to a second node: if the first bytes of the reply take longer than 95 % of the
+    recent replies of that node did, and not for more than ``HEDGES_PART`` of all READs. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._delays: OrderedDict[str, deque[float]] = OrderedDict()
+        self._credit = 1.0
+
+    def wait_s(self, process: str) -> float | None:
+        """Return how long to wait for the first bytes; None if too little is known about this data server."""
+        with self._lock:
+            self._credit = min(HEDGES_CREDIT_MAX, self._credit + HEDGES_PART)
+            delays = self._delays.get(process, ())
+            return sorted(delays)[int(0.95 * len(delays))] if len(delays) >= DELAYS_MIN else None
+
+    def note(self, process: str, delay_s: float) -> None:
+        """Record how long the first bytes of a reply took."""
+        with self._lock:
+            delays = self._delays.setdefault(process, deque(maxlen=DELAYS_MAX))
+            self._delays.move_to_end(process)
+            delays.append(delay_s)
+            while len(self._delays) > PEERS_MAX:
+                self._delays.popitem(last=False)
+
+    def take(self) -> bool:
+        """Return whether a second request may be sent now."""
+        with self._lock:
+            if self._credit < 1.0:
+                return False
+            self._credit -= 1.0
+            return True
+
+
 class TcpTransport:
     """A data connection, plain or encrypted. Every node has it. See ``Transport``."""
 
     def __init__(self, links: PeerLinks) -> None:
         self._links = links
+        self.hedges = Hedges()
 
     def read(
         self,
@@ -211,11 +256,66 @@ class TcpTransport:
         deadline_s: float,
         silence_s: float,
         holder: PlaceHolder | None = None,
+        second: PoolNode | None = None,
     ) -> PullResult:
         """See ``Transport``. A failed connection is closed before the error is raised, so nothing arrives later."""
-        return self._links.call(
-            peer, deadline_s, lambda connection: pull(connection, request, places, deadline_s), silence_s
-        )
+        if second is None:
+            return self._links.call(
+                peer, deadline_s, lambda connection: pull(connection, request, places, deadline_s), silence_s
+            )
+
+        def use(connection: DataConnection) -> PullResult:
+            return self._hedged(connection, peer, second, request, places, deadline_s, silence_s)
+
+        return self._links.call(peer, deadline_s, use, silence_s)
+
+    def _hedged(
+        self,
+        connection: DataConnection,
+        peer: PoolNode,
+        second: PoolNode,
+        request: ReadRequest,
+        places: Places,
+        deadline_s: float,
+        silence_s: float,
+    ) -> PullResult:
+        """Read from ``peer``. If its reply does not begin in time, read from whichever node answers first."""
+        began_s = time.monotonic()
+        number, until_s = send_read(connection, request, deadline_s), began_s + connection.silence_s
+        wait_s = self.hedges.wait_s(peer.process)
+        is_ready = wait_s is None or wait_for_any([connection], min(wait_s, silence_s / 2)) is not None
+        if not is_ready and not self._links.dead(second) and self.hedges.take():
+            result = self._read_second(connection, second, request, places, deadline_s, until_s)
+            if result is not None:
+                connection.broken = True  # its reply may still arrive, so the connection is closed
+                self.hedges.note(peer.process, time.monotonic() - began_s)
+                return result
+        if wait_for_any([connection], until_s - time.monotonic()) is None:
+            connection.silence_s = SILENCE_LEFT_S  # it was silent all the time
+        self.hedges.note(peer.process, time.monotonic() - began_s)
+        return receive_pages(connection, number, request, places, deadline_s)
+
+    def _read_second(
+        self,
+        first: DataConnection,
+        second: PoolNode,
+        request: ReadRequest,
+        places: Places,
+        deadline_s: float,
+        until_s: float,
+    ) -> PullResult | None:
+        """Read from a second node, unless the first one answers earlier, or none does until ``until_s``. Return None if
+        the pages must be received from the first one."""
+        try:
+            with self._links.to(second, deadline_s, max(SILENCE_LEFT_S, until_s - time.monotonic())) as connection:
+                number = send_read(connection, request, deadline_s)
+                if wait_for_any([first, connection], until_s - time.monotonic()) is connection:
+                    result = receive_pages(connection, number, request, places, deadline_s)
+                    return result if result.pages == len(request.keys) else None
+                connection.broken = True  # the reply is not needed, so the connection is closed
+        except KVStoreError:
+            pass  # the first one may still answer
+        return None
 
     def close(self) -> None:
         """Do nothing: the owner of the links closes them."""

@@ -204,7 +204,9 @@ def test_those_who_have_the_same_are_asked_in_turn() -> None:
         search = Search(pool.placement, pool.keys, 0, {"n0", "n1"}, True, turn)
         for question in search.ask(set()):
             search.take_answer(question, pool.directories[question.owner].find(question.pages))
-        named |= {each.node for each in search.result()}
+        (found,) = search.result()
+        named.add(found.node)
+        assert {found.node, *found.others} == {"n0", "n1"}, "it knows both"
     assert named == {"n0", "n1"}
 
 

@@ -43,6 +43,7 @@ class Told:
         deadline_s: float,
         silence_s: float,
         held: PlaceHolder | None = None,
+        second: PoolNode | None = None,
     ) -> PullResult:
         self.read_by.append(threading.current_thread().name)
         time.sleep(self.took_s)

@@ -29,7 +29,7 @@ from kvstore.cluster.data_connection import SILENCE_S, DataConnection, DialCrede
 from kvstore.cluster.find_pages import CACHE_S, Finder
 from kvstore.cluster.lookup_plan import Stretch
 from kvstore.cluster.page_mover import TRANSPORTS, PageMover
-from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolView
+from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
 from kvstore.cluster.transport import RATE_MIN, LateBytes, PlaceHolder, Places
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace
 from kvstore.model.prefix import Fingerprints, Keys, fingerprints
@@ -89,6 +89,10 @@ def _map_history(folder: NodeFolder) -> Fingerprints:
 
 
 LOSS_S: Final = 0.8  # longest total wait of a get for other nodes, in addition to its bytes' time at ``RATE_MIN``
+STRIPE_BYTES: Final = 1 << 20  # the least that is read from one of several nodes at a time; at least one page
+STRIPE_BYTES_MIN: Final = 16 * STRIPE_BYTES  # smaller reads come from one node
+STRIPE_SPEED_MAX: Final = 1.5e9  # bytes per second of a node; a faster one is limited by the reader's CPU
+SOURCES_MAX: Final = 4  # nodes that one get reads from at the same time
 LOCAL_WAIT_S: Final = 0.4  # longest wait of a get for frames of its own node; then it continues without them
 
 log = logging.getLogger("kvstore.cluster")
@@ -175,6 +179,114 @@ class TimeBudget:
             raise
 
 
+class _Reading:
+    """One read of consecutive pages from the nodes that have them.
+
+    The pages are divided into parts. Every node that is read from gets the next part when it has sent the last one. A
+    part is half of what the node would send of the remaining pages, by the measured speeds of all nodes: so the parts
+    become smaller, and all nodes end at about the same time. If a node fails, another one gets its part. With one node,
+    the parts are as large as a request may be.
+
+    Attributes:
+        failed: nodes that did not send all pages of a part.
+    """
+
+    def __init__(
+        self,
+        chain: ChainQuery,
+        keys: Keys,
+        rows: Places,
+        mover: PageMover,
+        budget: TimeBudget,
+        holder: PlaceHolder | None,
+        at_once: int,
+    ) -> None:
+        self.failed: set[str] = set()
+        self._chain, self._keys, self._rows, self._mover = chain, keys, rows, mover
+        self._budget, self._holder, self._at_once = budget, holder, at_once
+        self._pages_max = pages_per_request(chain, keys.extras is not None)
+        self._pages_min = max(1, STRIPE_BYTES // chain.frame_class.page_bytes)
+        self._peers: list[PoolNode] = []  # the nodes that are read from at the same time
+        self._next = 0  # the first page that no node was asked for
+        self._returned: list[tuple[int, int]] = []  # parts of nodes that failed
+        self._lock = threading.Lock()
+        self._done: dict[int, tuple[int, str, dict[Tier, int]]] = {}  # first page -> pages, node, tiers
+        self._late: LateBytes | None = None
+
+    def run(self, peers: list[PoolNode]) -> None:
+        """Read all parts, as far as the nodes have them. Raises LateBytes: bytes may still arrive in the rows."""
+        seconds = peers[1:] if self._at_once == 1 else []
+        self._peers = peers[: self._at_once]
+        others = [
+            threading.Thread(target=self._read_from, args=(peer, None), name="kvstore-read", daemon=True)
+            for peer in self._peers[1:]
+        ]
+        for thread in others:
+            thread.start()
+        self._read_from(peers[0], seconds[0] if seconds else None)
+        for thread in others:
+            thread.join()
+        if self._late is not None:
+            raise self._late
+
+    def result(self) -> FetchResult:
+        """Return the leading pages that arrived."""
+        result = FetchResult()
+        while (part := self._done.get(result.pages)) is not None:
+            pages, node, tiers = part
+            result.add(FetchResult(pages, +Counter({node: pages}), Counter(tiers)))
+            if not pages:
+                break
+        return result
+
+    def _take(self, peer: PoolNode) -> tuple[int, int] | None:
+        """Return the next part for this node, from its first page to its last one (exclusive); None if there are no
+        more."""
+        speeds = {each.name: self._mover.speed(each) for each in self._peers} if self._at_once > 1 else {}
+        with self._lock:
+            if self._returned:
+                return self._returned.pop()
+            first = self._next
+            pages = len(self._keys) - first
+            if speeds:
+                share = speeds[peer.name] / max(1.0, sum(speeds.values()))
+                pages = min(pages, max(self._pages_min, int(pages * share / 2)))
+            self._next = first + min(pages, self._pages_max)
+            return (first, self._next) if pages else None
+
+    def _read_from(self, peer: PoolNode, second: PoolNode | None) -> None:
+        """Read parts from one node, until there are no more or the node fails."""
+        while (part := self._take(peer)) is not None:
+            pages = self._read_part(peer, second, *part)
+            if pages < part[1] - part[0]:
+                with self._lock:
+                    self.failed.add(peer.name)
+                    self._returned.append((part[0] + pages, part[1]))
+                return
+
+    def _read_part(self, peer: PoolNode, second: PoolNode | None, first: int, stop: int) -> int:
+        """Read the pages ``first`` to ``stop`` from one node. Return how many leading pages arrived."""
+        page_bytes, budget = self._chain.frame_class.page_bytes, self._budget
+        request = ReadRequest(self._chain, self._keys[first:stop], 0, page_bytes)
+        deadline_s = budget.transfer_deadline_s((stop - first) * page_bytes)
+        try:
+            with budget.transfer() as silence_s:
+                reply = self._mover.read(
+                    peer, request, self._rows[first:stop], deadline_s, silence_s, self._holder, second
+                )
+        except LateBytes as error:
+            self._late = error
+            return 0
+        except KVStoreError as error:
+            log.debug("%s: %s", peer.name, error)
+            return 0
+        budget.extend_for(reply.pages * page_bytes)
+        if reply.pages:
+            with self._lock:
+                self._done[first] = reply.pages, peer.name, reply.tiers
+        return reply.pages
+
+
 class PeerReader:
     """Reads pages from other nodes, for the clients of one node in one process. Thread-safe.
 
@@ -247,8 +359,7 @@ class PeerReader:
             stop = min(start + stretch.stop, limit)
             targets = rows[start - pages : stop - pages]
             try:
-                if self._read(chain, stretch.node, keys[start:stop], targets, budget, result, holder) < stop - start:
-                    failed.add(stretch.node)
+                failed |= self._read_stretch(chain, stretch, keys[start:stop], targets, budget, result, holder)
             except LateBytes:
                 break  # late bytes may still be written into these rows, so they cannot be used again
         return result
@@ -263,44 +374,46 @@ class PeerReader:
         self._connect(view)
         result = FetchResult()
         with contextlib.suppress(LateBytes):  # ``result`` has the pages that arrived before
-            self._read(chain, node, keys, rows, budget, result, holder)
+            self._read_stretch(chain, Stretch(node, 0, len(keys), b""), keys, rows, budget, result, holder)
         return result.pages
 
-    def _read(
+    def _read_stretch(
         self,
         chain: ChainQuery,
-        node: str,
+        stretch: Stretch,
         keys: Keys,
         rows: Places,
         budget: TimeBudget,
         result: FetchResult,
         holder: PlaceHolder | None,
-    ) -> int:
-        """Read pages from one node, add them to ``result``, and return how many arrived.
+    ) -> set[str]:
+        """Read pages that one or more nodes have, and add them to ``result``. Return the nodes that did not send all
+        pages that they were asked for.
 
         Raises:
             LateBytes: bytes may still arrive in the rows.
         """
-        view, mover, done = self._peers.look(), self._mover, 0
-        page_bytes = chain.frame_class.page_bytes
-        peer = view.peers.get(node) if view is not None else None
-        step = pages_per_request(chain, keys.extras is not None)
+        view, mover = self._peers.look(), self._mover
+        if view is None or mover is None or stretch.node not in view.peers:
+            return {stretch.node}
+        nodes = [name for name in (stretch.node, *stretch.others) if name in view.peers]
+        reading = _Reading(
+            chain, keys, rows, mover, budget, holder, self._nodes_at_once(view, mover, nodes, chain, keys)
+        )
         try:
-            while peer is not None and mover is not None and done < len(keys):
-                request = ReadRequest(chain, keys[done : done + step], 0, page_bytes)
-                deadline_s = budget.transfer_deadline_s(len(request.keys) * page_bytes)
-                with budget.transfer() as silence_s:
-                    reply = mover.read(peer, request, rows[done : done + step], deadline_s, silence_s, holder)
-                budget.extend_for(reply.pages * page_bytes)
-                done += reply.pages
-                result.add(FetchResult(reply.pages, +Counter({node: reply.pages}), Counter(reply.tiers)))
-                if reply.pages < len(request.keys):
-                    break
-        except LateBytes:
-            raise
-        except KVStoreError as error:
-            log.debug("%s: %s", node, error)
-        return done
+            reading.run([view.peers[name] for name in nodes])
+        finally:
+            result.add(reading.result())
+        return reading.failed
+
+    def _nodes_at_once(self, view: PoolView, mover: PageMover, nodes: list[str], chain: ChainQuery, keys: Keys) -> int:
+        """Return from how many nodes to read at the same time. Several are faster if there are many bytes, and if the
+        link to a node, and not this process, limits the speed. If it is the link of this machine, which they share,
+        each of them is still fast enough."""
+        if len(nodes) < 2 or len(keys) * chain.frame_class.page_bytes < STRIPE_BYTES_MIN:
+            return 1
+        speed = mover.speed(view.peers[nodes[0]])
+        return max(1, min(len(nodes), SOURCES_MAX, int(speed / (2 * RATE_MIN)))) if speed < STRIPE_SPEED_MAX else 1
 
     def find_objects(
         self, namespace: Namespace, keys: list[bytes], without: Collection[str], budget: TimeBudget
