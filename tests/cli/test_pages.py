@@ -184,7 +184,10 @@ SCHEMAS = {
     "pin --list": "node pins bytes",
     "unpin": "node unpinned",
 }
-PAGE = "key root parent tier address position bytes tokens unused_s tenant model holds leased pinned priority ttl_s"
+PAGE = (
+    "key root parent tier address position bytes tokens unused_s tenant model holds leased pinned "
+    "priority ttl_s replicas"
+)
 TEXTS = {
     "lookup": "8 of 8 pages are stored",
     "pages": "2 of 8 pages",

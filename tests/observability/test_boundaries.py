@@ -313,7 +313,7 @@ def test_a_published_request_that_fails_is_passed_over(unhurt: House) -> None:
 
 TASKS = [
     *("main", "tick", "background", "mover", "lane", "control", "announcer", "kv events", "gate", "connections"),
-    *("data accept", "conductor", "ask", "hear", "tokenizers", "engine pool"),
+    *("replica survey", "replicator 0", "data accept", "conductor", "ask", "hear", "tokenizers", "engine pool"),
 ]
 
 
@@ -382,6 +382,7 @@ ELSEWHERE = {
     "task/read": "needs a disk: tests/client/test_read_threads.py",
     "task/disk": "the same: tests/nvme/test_patient_disk.py",
     "task/order": "needs a second node",
+    "task/drain": "takes its node out of the pool: tests/transfer/test_drain.py",
     "task/handoff": "needs two engines: tests/engine",
     "task/migration": "the same",
     "http/answer": "needs an answer that has begun: tests/conductor",
