@@ -21,6 +21,7 @@ from kvstore.device.host_device import HostDevice
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from tests.helpers.device_buffers import DLPackBuffer, InterfaceBuffer, added_device, finish
 from tests.helpers.device_waits import WaitSite, forget, wait_sites
+from tests.helpers.fake_driver import FakeDriver, faked
 from tests.helpers.processes import Machine, frames, wait_until
 from tests.helpers.workers.objects import value_of
 
@@ -282,7 +283,7 @@ def test_frames_of_a_lost_devices_values_are_free_again(tmp_path: Path, monkeypa
                         store.put_many(["a", "b"], [filled(device, value_of(i, 1 << 20)), b"1"])
         assert store.put_many(["c", "d"], [value_of(1, 3 << 20), value_of(2, 3 << 20)]) == [True, True]
         assert not store.contains("a")
-        wait_until("all frames are given back", lambda: frames(store)["reserved"] == 0)
+        wait_until("all frames are given back", lambda: not frames(store).get("reserved"))
 
 
 def test_values_on_nvme_and_verified_values(tmp_path: Path, machine: Machine, device: HostDevice) -> None:
@@ -334,3 +335,69 @@ def test_bytes_are_right_with_the_wait_and_wrong_without_it(
     left_out = forget(monkeypatch, site) if site is not None else []
     assert right(near, salt, device) == (site is None)
     assert bool(left_out) == (site is not None)
+
+
+# --- the calls of a driver, and the end of a store ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_driver_copies_values_and_refuses_a_stream_that_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: bool
+) -> None:
+    """The driver is a fake, but all code above it is what runs on a GPU."""
+    fake = FakeDriver(kernels=kernels)
+    with faked(monkeypatch, fake) as gpu, kvstore.open(dram="16MiB", shm_dir=tmp_path) as store:
+        memory, streams = gpu.allocate(1 << 20), [gpu.stream(), gpu.stream()]
+        seen = next(each for each in fake.device._memories if each.address == memory.address).view()
+        seen[:] = np.frombuffer(value_of(1, 1 << 20), np.uint8)
+
+        def at(start: int, size: int, stream: int = 0) -> DevicePointer:
+            return DevicePointer(memory.address + start, size, streams[stream].handle)
+
+        value = seen[:105_000].tobytes() + b"host"
+        parts = [at(0, 5000), at(5000, 100_000, 1), b"host"]
+        assert store.put_many(["mixed", "small"], [parts, at(7, 9000)]) == [True, True]
+        assert store.get("mixed").tobytes() == value
+        outs = [at(300_000, 9000), [at(400_000, 105_000, 1), at(600_000, 4)]]
+        assert store.get_many(["small", "mixed"], outs) == [9000, 105_004]
+        assert seen[300_000:309_000].tobytes() == value[7:9007]
+        assert seen[400_000:505_000].tobytes() + seen[600_000:600_004].tobytes() == value
+        fake.capturing.add(streams[1].handle)
+        with pytest.raises(InvalidRequest, match="^stream: records a CUDA graph"):
+            store.put("recorded", at(0, 200_000, 1))
+        with pytest.raises(InvalidRequest, match="^stream: records a CUDA graph"):
+            store.get("small", at(0, 9000, 1))
+        assert not store.contains("recorded") and store.put("recorded", at(0, 200_000))
+        wait_until("all frames are given back", lambda: not frames(store).get("reserved"))
+
+
+def test_a_store_that_is_closed_during_a_late_copy_keeps_its_frames(
+    machine: Machine, device: HostDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is closed before the copy is found to be late."""
+    machine.serve("n", dram="4MiB")
+    store, other = machine.connect("n"), machine.connect("n")
+    failures = list[Exception]()
+    with monkeypatch.context() as patch:
+        patch.setattr(device_link, "COPY_DEADLINE_S", 0.5)
+        device.hold()
+
+        def put() -> None:
+            try:
+                store.put("late", filled(device, bytes(200_000)))
+            except DeadlineExceeded as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=put)
+        thread.start()
+        wait_until("its frames are granted", lambda: frames(other).get("reserved", 0) > 0)
+        store.close()
+        thread.join(30)
+    assert len(failures) == 1
+    values = {f"k{i}": value_of(i, 200_000) for i in range(40)}  # twice the capacity
+    for key, value in values.items():
+        other.put(key, value)
+    device.let_go()
+    finish(device)
+    found = {key: value for key in values if (value := other.get(key)) is not None}
+    assert len(found) > 3 and all(value.tobytes() == values[key] for key, value in found.items())
