@@ -10,6 +10,7 @@ import xxhash
 
 from kvstore.errors import VersionMismatch
 from kvstore.model.replica import SHARDS_MAX, FrameClass, FrameState, Tier, word_of
+from kvstore.shm import records as tables
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.records import RECORDS_HEAD_BYTES, ExtentTable, claimed_positions
 
@@ -87,7 +88,7 @@ def test_a_doubt_is_a_miss(folder: NodeFolder, tier: Tier) -> None:
         records.write_bytes(data)
         assert ExtentTable.open(folder, 5, INCARNATION) is None, name
     records.write_bytes(summed(changed(sound, 1, 1)))
-    with pytest.raises(VersionMismatch, match="records-5 format 1, this program knows 2"):
+    with pytest.raises(VersionMismatch, match=f"records-5 format 1, this program knows {tables._VERSION}"):
         ExtentTable.open(folder, 5, INCARNATION)
     records.write_bytes(sound)
     uses.write_bytes(sound_uses[:-8])

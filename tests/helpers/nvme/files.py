@@ -217,7 +217,7 @@ class Places:
             places[f"table {which}"] = range(block.slot(which), block.slot(which) + block.table_bytes)
         for position in range(block.positions):
             start = block.data_start + position * block.extent_bytes
-            places[f"directory {position}"] = range(start, start + geometry.directory_bytes(self.frames))
+            places[f"directory {position}"] = range(start, start + geometry.directory_bytes(CLASS, self.frames))
         return places
 
 
