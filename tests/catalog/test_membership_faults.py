@@ -111,6 +111,7 @@ def none_spins(calls: Counter[str], asked: int = 0) -> Iterator[None]:
     assert made < asked + CALLS_PER_S_MAX * took_s, f"{made} calls in {took_s:.0f} s: {calls}"
 
 
+@pytest.mark.slow
 def test_members_outlive_every_pair_of_faults_of_etcd(faulty: FaultyEtcd, calls: Counter[str]) -> None:
     """Both at the same time, in both orders: the second begins before the first is mended."""
     pool = Pool(faulty)
@@ -128,6 +129,7 @@ def test_members_outlive_every_pair_of_faults_of_etcd(faulty: FaultyEtcd, calls:
         pool.close()
 
 
+@pytest.mark.slow
 def test_members_say_what_is_wrong_for_as_long_as_it_lasts(
     faulty: FaultyEtcd, calls: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,6 +42,7 @@ def right(cache: PrefixCache, device: HostDevice, seed: int) -> bool:
     return found
 
 
+@pytest.mark.slow
 def test_a_node_that_was_smaller_meanwhile(machine: Machine, device: HostDevice) -> None:
     """One client lives through it: the same mapping, and other memory behind most of it.
 

@@ -87,6 +87,7 @@ def delete(store: Store, name: str, outcomes: dict[str, str]) -> None:
         outcomes[name] = str(error)
 
 
+@pytest.mark.slow
 def test_a_silent_device_costs_what_lies_on_it(machine: Machine) -> None:
     serve(machine)
     store = machine.connect(NODE)
@@ -140,6 +141,7 @@ def decided(store: Store, pages: int) -> bool:
     return bool(found["pages"] + found["frames"]["reserved"] == pages)
 
 
+@pytest.mark.slow
 def test_another_device_goes_on_while_one_is_silent(machine: Machine) -> None:
     """Its loads and saves end while the silent one is still waited for, which it is for an hour."""
     serve(machine, "16MiB", answer_s=3600.0)
@@ -174,6 +176,7 @@ def test_another_device_goes_on_while_one_is_silent(machine: Machine) -> None:
     check_sound(store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent_at_end", (0, 1))
 def test_a_silent_device_at_the_end_and_at_a_start(silent_at_end: int, machine: Machine) -> None:
     daemon = serve(machine, "16MiB")

@@ -601,7 +601,7 @@ class ObjectsPut:
         self._keys = [key_hash(root, name) for name in names]
         self._groups = groups
         self._replaced, hidden = stored_heads(mapped, root, names, self._keys)
-        # Members that no reader finds, of other groups than those of the new objects, give way to these.
+        # A new object replaces a member of another group that no reader finds.
         self._hidden = {position for position, other in hidden.items() if other != groups[position]}
         self._publishes = not (wait or replace or self._hidden) and LocalPut.may_publish(mapped)
         self._stored: list[bool | None] = [None] * len(names)

@@ -49,9 +49,9 @@ class SealBatch:
 class LocalPut(PendingPut):
     """A put of pages. ``send`` copies the pages and sends their seals; ``result`` waits for the replies.
 
-    With ``publishes``, batches are published in the log, which needs no reply, until one cannot be. That batch and the
-    later ones are sent as requests, because a page can be sealed only after its parent. After a failure, pages whose
-    seal was acknowledged are stored. The frames of the others are forfeit, and return to the node.
+    With ``publishes``, batches are published in the log, which needs no reply. Once a batch cannot be published, it and
+    the later ones are sent as requests, because a page can be sealed only after its parent. After a failure, pages
+    whose seal was acknowledged are stored. The frames of the others are forfeit, and return to the node.
 
     Args:
         flags: flags of the requests, such as CHECKSUMS.
@@ -209,8 +209,8 @@ class LocalPut(PendingPut):
         return mapped.channel.publisher is not None and mapped.words[_STATE] == _READY
 
     def take(self, page: int) -> list[Address]:
-        """Return frames for the pages starting at ``page``, as many as there are. The caller copies the pages into
-        them, and then calls ``seal``.
+        """Return frames for the pages starting at ``page``, as many as the node grants. The caller copies the pages
+        into them, and then calls ``seal``.
 
         Raises:
             NodeUnavailable, DeadlineExceeded: the node did not answer in time.

@@ -100,7 +100,7 @@ class Entries(MutableMapping[bytes, Address]):
         return (key for key, _ in self._node.performer.index.addresses(self._tier))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return self._node.performer.index._index.count(self._tier)
 
     def __setitem__(self, key: bytes, address: Address) -> None:
         self._node.performer.index.commit([(self._tier, [key], [ADDRESS.pack(*address)])])
