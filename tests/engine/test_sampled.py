@@ -58,9 +58,7 @@ def ended(answer: Answer) -> list[int]:
     return answer.tokens
 
 
-@pytest.mark.parametrize(
-    ("preset", "number"), [*zip(MAIN, range(3), strict=True), ("tiny-llama", 1), ("tiny-llama", 2)]
-)
+@pytest.mark.parametrize(("preset", "number"), [*zip(MAIN, range(3), strict=True)])
 def test_drawn_tokens_do_not_depend_on_the_way(lab: Lab, preset: str, number: int) -> None:
     """One engine, cold and with a hit and in a crowd; handed over; resumed; migrated."""
     whole, settings = drawn(preset, number), SETTINGS[number]
