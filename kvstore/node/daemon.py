@@ -94,6 +94,8 @@ def _run(
     dispatcher = Dispatcher(node, scrubber, background.mover.wake)
     control = ControlServer(node, dispatcher)
     api = _api(config, node, dispatcher)
+    if config.catalog not in ("", "memory"):
+        node.performer.header.replicas = config.replicas
     node.populate_next()
     control.start()
     background.start()

@@ -137,7 +137,7 @@ def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> t
     header.heartbeat_ns = 0  # the stored heartbeat is an earlier daemon's
     header.pid = os.getpid()
     header.verify_reads = int(config.verify_reads)
-    header.replicas = config.replicas if config.catalog not in ("", "memory") else 0
+    header.replicas = 0  # a daemon with a pool sets it
     return _recover(config, folder, header, segment_file, failures)
 
 

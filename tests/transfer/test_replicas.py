@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+import kvstore
 from kvstore.client.local.cache import LocalCache
 from kvstore.errors import InvalidRequest, NodeUnavailable
+from tests.helpers.api import address_of
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.pool import PAGES, Pool, patient
 from tests.helpers.processes import Machine, evict_all, put, stopped, wait_until
@@ -27,7 +29,10 @@ def pool(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     pool = Pool.__new__(Pool)
     pool.machine, pool.catalog = machine, f"file:{tmp_path / 'catalog'}"
     options = {"dram": "32MiB", "catalog": pool.catalog, "config": str(settings), "catalog_ttl_s": "3"}
-    pool.daemons = {name: machine.serve(name, nvme=f"{target}{name}:64MiB", **options) for name in "abc"}
+    listen = {"a": {"listen": "127.0.0.1:0"}}
+    pool.daemons = {
+        name: machine.serve(name, nvme=f"{target}{name}:64MiB", **options, **listen.get(name, {})) for name in "abc"
+    }
     pool.stores = {name: machine.connect(name) for name in "abc"}
     yield pool
 
@@ -75,6 +80,10 @@ def test_what_was_put_with_wait_survives_one_loss_and_another_once_nothing_is_ow
     wanted = {name: pool.stores[name].pages(keys=chain(5, 7), tier="dram")["pages"] for name in "abc"}
     counts = {name: [page["replicas"] for page in pages] for name, pages in wanted.items()}
     assert counts["a"] == [2] * 7 and sorted([counts["b"], counts["c"]]) == [[1] * 7, [2] * 7]
+    with kvstore.connect(f"kv://{address_of(pool.daemons['a'].output())}") as far:
+        keys = chain(6, 5)
+        assert far.cache(SMALL, replicas=2).put(keys, contents(keys)) == 5
+        assert sorted(local(pool, name, 6, 5) for name in "bc") == [0, 5], "over gRPC a put always waits"
     hang(pool, "a")
     third = "c" if second == "b" else "b"
     wait_until("two nodes have all pages again", lambda: local(pool, third, 1, longer) == longer, 60)

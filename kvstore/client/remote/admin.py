@@ -16,7 +16,13 @@ ADMIN_TIMEOUT_S: Final = 60.0
 EVENTS_WAIT_S_MAX: Final = 1.0  # local nodes have the same limit
 EVENTS_PAUSE_S: Final = 0.05
 
-REPEATABLE: Final = ("pins", "explain", "layouts", "pages")  # calls that are repeated after the connection was lost
+REPEATABLE: Final = (
+    "pins",
+    "explain",
+    "layouts",
+    "pages",
+    "drain_status",
+)  # calls that are repeated after the connection was lost
 PROMPT: Final = "prompt"  # the argument that names pages: a ``pb.Pages``
 
 
