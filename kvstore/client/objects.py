@@ -221,9 +221,12 @@ class ObjectVerbs(ABC):
         """Return whether there is a value under this key, or for a list of keys a list of booleans."""
 
     @abstractmethod
-    def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
-        """Delete the values under these keys in every tier, and return the number of values deleted. A deleted value
-        does not come back. All other members of a value's group are deleted with it, and are not counted.
+    def delete(self, keys: str | Sequence[str], salt: str = "", *, local: bool = False) -> int:
+        """Delete the values under these keys in every tier, and return the number of keys that had a value. A deleted
+        value does not come back. All other members of a value's group are deleted with it, and are not counted.
+
+        In a pool, the values are deleted on every node; with ``local``, only on this one. A node that does not answer
+        deletes its values within seconds once it is back.
 
         Raises:
             InvalidRequest: as ``put``.
@@ -231,15 +234,17 @@ class ObjectVerbs(ABC):
         """
 
     @abstractmethod
-    def clear(self, prefix: str, salt: str = "") -> int:
+    def clear(self, prefix: str, salt: str = "", *, local: bool = False) -> int:
         """Delete all objects of this salt whose key begins with ``prefix`` ("" for all), and return their number.
 
         The node examines all its objects, in short steps so that other requests do not wait long. Objects that are put
-        during the call may stay. Leased objects are deleted, as by ``delete``.
+        during the call may stay. Leased objects are deleted, as by ``delete``. In a pool, the objects of all nodes are
+        deleted; with ``local``, only those of this node.
 
         Raises:
             InvalidRequest: ``prefix`` or ``salt`` is not text, or too long; nothing is deleted.
-            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some objects may be deleted.
+            NodeUnavailable, DeadlineExceeded: the node, or another node of the pool, did not answer in time; some
+                objects may be deleted.
         """
 
     @abstractmethod

@@ -142,6 +142,11 @@ class AnnouncePlan:
         return list(self._owners)
 
     @property
+    def placement(self) -> Placement:
+        """The placement of the spans of the pages that were added last."""
+        return self._placement
+
+    @property
     def queued(self) -> int:
         """How many entries are not announced yet."""
         return sum(each.queued + (len(each.sent.marks) if each.sent else 0) for each in self._owners.values())

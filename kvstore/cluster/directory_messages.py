@@ -9,7 +9,8 @@
                pages u32[rows] | nodes u16[rows] | tiers u8[rows]
     ANNOUNCE   number of the node's daemon u64, stream u64, number u64, placement u64, pages u32, whole u8,
                length of the node's name u8 | name | fingerprints u64[] | marks u8[]
-    ANNOUNCED  number of the next batch i64; -1: begin another stream
+    ANNOUNCED  number of the next batch i64; -1: begin another stream | tombstones u32 that the node needs. If there are
+               any, it sends BURY (``wire.object_messages``)
     LIST       first entry u64 | UTF-8 of the node's name
     LISTED     entries u64[], see ``directory.page_entries``; the last ones if fewer than ``LISTED_MAX``
 
@@ -52,7 +53,7 @@ _PLACEMENT: Final = struct.Struct("<Q")
 _CLOSED: Final = struct.Struct("<B")
 _NAMESPACE: Final = struct.Struct(f"<{KEY_BYTES}sHH")
 _ANNOUNCE: Final = struct.Struct("<QQQQIBB")
-_ANNOUNCED: Final = struct.Struct("<q")
+_ANNOUNCED: Final = struct.Struct("<qI")
 _LIST: Final = struct.Struct("<Q")
 
 Body = bytes | bytearray | memoryview
@@ -177,17 +178,18 @@ def unpack_announce(body: Body) -> tuple[AnnounceBatch, int]:
     return AnnounceBatch(node, stream, number, fingerprints, marks, bool(whole), placement), daemon
 
 
-def pack_announced(number: int) -> bytes:
-    """Return the body of ANNOUNCED. ``number`` is the number of the next batch."""
-    return _ANNOUNCED.pack(number)
+def pack_announced(number: int, tombstones: int = 0) -> bytes:
+    """Return the body of ANNOUNCED. ``number`` is the number of the next batch; ``tombstones`` says how many tombstones
+    the owner has that the node needs."""
+    return _ANNOUNCED.pack(number, tombstones)
 
 
-def unpack_announced(body: Body) -> int:
-    """Return the number of the next batch. Raises WireError if the body is invalid."""
+def unpack_announced(body: Body) -> tuple[int, int]:
+    """Return the number of the next batch, and the number of tombstones. Raises WireError if the body is invalid."""
     if len(body) != _ANNOUNCED.size:
         raise WireError(f"announced: {len(body)} bytes")
-    (number,) = _ANNOUNCED.unpack(body)
-    return int(number)
+    number, tombstones = _ANNOUNCED.unpack(body)
+    return int(number), int(tombstones)
 
 
 def pack_list(node: str, start: int) -> bytes:

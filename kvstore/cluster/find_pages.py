@@ -19,7 +19,7 @@ from kvstore.cluster.directory_messages import FIND_PAGES_MAX, pack_find, pack_h
 from kvstore.cluster.lookup_plan import Question, Search, Stretch
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
 from kvstore.errors import KVStoreError
-from kvstore.model.prefix import separate_spans
+from kvstore.model.prefix import fingerprints, separate_spans
 from kvstore.wire.data import FrameKind, Namespace, WireError
 
 OWNER_S: Final = 0.3  # how long to wait for an owner's answer
@@ -102,7 +102,12 @@ class Finder:
         return stretches
 
     def find_objects(
-        self, namespace: Namespace, keys: list[bytes], deadline_s: float, without: Collection[str] = ()
+        self,
+        namespace: Namespace,
+        keys: list[bytes],
+        deadline_s: float,
+        without: Collection[str] = (),
+        fresh: bool = False,
     ) -> list[list[str]]:
         """Return, for each key of an object, the other nodes that have it, the best first.
 
@@ -111,6 +116,7 @@ class Finder:
         Args:
             namespace, deadline_s, without: as for ``find``.
             keys: at most ``FIND_PAGES_MAX``.
+            fresh: do not reuse results.
         """
         view, now_s = self._peers.look(), time.monotonic()
         if view is None or len(view.peers) < 2 or not keys:
@@ -119,7 +125,7 @@ class Finder:
         holders: list[list[str]] = []
         for key in keys:
             until_s, names = self._objects.get(key, (0.0, []))
-            holders.append([name for name in names if name in nodes] if until_s >= now_s else [])
+            holders.append([name for name in names if name in nodes] if until_s >= now_s and not fresh else [])
         unknown = [at for at, names in enumerate(holders) if not names]
         if not unknown:
             return holders
@@ -136,6 +142,15 @@ class Finder:
             with contextlib.suppress(KeyError):  # another thread has done it
                 self._objects.popitem(last=False)
         return holders
+
+    def owners(self, keys: list[bytes]) -> list[list[str]]:
+        """Return the owners of each object's span, except this node."""
+        view = self._peers.look()
+        if view is None or not keys:
+            return [[] for _ in keys]
+        placement, _ = self._placement(view)
+        places = placement.owners(fingerprints(b"".join(keys))).tolist()
+        return [[name for name in map(placement.nodes.__getitem__, row) if name != view.node] for row in places]
 
     def _keep(self, name: tuple[bytes, int], until_s: float, stretches: list[Stretch]) -> None:
         self._cache[name] = until_s, stretches

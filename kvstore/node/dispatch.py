@@ -25,11 +25,12 @@ from kvstore.state import instructions as do
 from kvstore.state.mounts import MOUNTED_FRAMES_MAX
 from kvstore.wire import control
 from kvstore.wire.control import BATCH_MAX, Message, Op
+from kvstore.wire.tombstones import unpack_tombstones
 
 TEXT_MAX = 4096  # characters of an error
 # Requests that a node refuses while it ends.
 _WRITES = frozenset((Op.GRANT, Op.SEAL_GRANTED, Op.BEGIN, Op.RESERVE, Op.SEAL, Op.PREFETCH, Op.DELETE, Op.MOUNT))
-_WRITES |= {Op.SEAL_OBJECTS}
+_WRITES |= {Op.SEAL_OBJECTS, Op.BURY}
 
 
 class Dispatcher:
@@ -57,6 +58,7 @@ class Dispatcher:
             Op.SCRUB: self._scrub,
             Op.PREFETCH: self._prefetch,
             Op.DELETE: self._delete,
+            Op.BURY: self._bury,
             Op.ADMIN: self._admin,
             Op.DRAIN: self._drain,
             Op.MOUNT: self._mount,
@@ -120,7 +122,7 @@ class Dispatcher:
             return bool(replaces) and self.node.nvme is not None
         if message.op == Op.SEAL_OBJECTS:
             return self.node.nvme is not None and any(message.body[-ADDRESS_BYTES * message.entries :])
-        if message.op == Op.DELETE:
+        if message.op in (Op.DELETE, Op.BURY):
             return self.node.nvme is not None
         try:
             if message.op == Op.SCRUB:  # one page of a few MiB in DRAM takes only a millisecond or two
@@ -220,6 +222,13 @@ class Dispatcher:
     def _delete(self, session: int, message: Message, now_ns: int) -> bytes:
         addresses = control.unpack_addresses(message.body, _positive_count(message))
         reply = self.node.handle(ev.Delete(now_ns, addresses))
+        if Status.BUSY in reply.statuses:
+            self.wake()
+        return _statuses(message, reply)
+
+    def _bury(self, session: int, message: Message, now_ns: int) -> bytes:
+        tombstones = unpack_tombstones(message.body, _positive_count(message), now_ns)
+        reply = self.node.handle(ev.Bury(now_ns, tombstones))
         if Status.BUSY in reply.statuses:
             self.wake()
         return _statuses(message, reply)

@@ -557,7 +557,9 @@ def _findings(performer: Performer, state: NodeState) -> list[str]:
 
 def _waits_for_erasure(event: ev.Event) -> bool:
     """Return True if the caller's reply must wait until the objects that this event deletes are erased."""
-    return type(event) in (ev.Delete, ev.SealObjects) or (type(event) is ev.SealGranted and event.replaces is not None)
+    return type(event) in (ev.Bury, ev.Delete, ev.SealObjects) or (
+        type(event) is ev.SealGranted and event.replaces is not None
+    )
 
 
 def _take_erasures(instructions: list[do.Instruction], tables: dict[int, ExtentTable], tier: Tier) -> list[do.Erase]:

@@ -205,6 +205,7 @@ class Performer:
             do.WriteLease: self._write_lease,
             do.WriteStamp: self._write_stamp,
             do.WriteReplicated: self._write_replicated,
+            do.WriteObjectStamp: self._write_object_stamp,
             do.Move: self._move,
             do.WriteUse: self._write_use,
             do.WriteName: lambda instruction: self.book.add_name(instruction.line),
@@ -498,6 +499,9 @@ class Performer:
             first = self.tables[instruction.addresses[0].extent]
             parent = first.parent(instruction.addresses[0].frame)
             self.waiting.owed.add(parent, instruction.keys, first.frame_class.page_bytes)
+
+    def _write_object_stamp(self, instruction: do.WriteObjectStamp) -> None:
+        self.header.object_stamp = max(self.header.object_stamp, instruction.stamp)
 
     def _write_use(self, instruction: do.WriteUse) -> None:
         used = np.array(instruction.used_ns, np.uint64)

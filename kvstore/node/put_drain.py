@@ -82,6 +82,7 @@ def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -
         if count != 1 or sums is not None:
             raise InvalidRequest("count", "one object at a time, without checksums")
         event.replaces = control.unpack_addresses(body, 1, start + width)[0]
+        event.in_pool = message.b == control.IN_POOL
     return event
 
 
@@ -98,7 +99,7 @@ def objects_event(session: int, message: Message, class_of: ClassOf, now_ns: int
     is_all_new = bytes(body[start:stop]) == bytes(count * ADDRESS_BYTES)
     replaces = [NOWHERE] * count if is_all_new else control.unpack_addresses(body, count, start)
     addresses = _of_class(addresses, frame_class, class_of)
-    return ev.SealObjects(now_ns, session, frame_class, addresses, rows, replaces)
+    return ev.SealObjects(now_ns, session, frame_class, addresses, rows, replaces, in_pool=message.b == control.IN_POOL)
 
 
 def _of_class(addresses: list[Address], frame_class: FrameClass, class_of: ClassOf) -> list[Address]:

@@ -18,9 +18,9 @@ from kvstore.safe_files import open_plain
 from kvstore.shm.folder import NodeFolder
 
 HEADER_BYTES: Final = 4096
-FORMAT_VERSION: Final = 3  # of all files of a node's folder that have no version of their own
+FORMAT_VERSION: Final = 4  # of all files of a node's folder that have no version of their own
 _MAGIC: Final = int.from_bytes(b"KVSTORE1", "little")
-_WORDS: Final = 19  # number of words in use
+_WORDS: Final = 20  # number of words in use
 
 
 class DaemonState(IntEnum):
@@ -70,6 +70,7 @@ class Header:
     puts_id = _Word(16)  # of its ``put_log.PutLog``; 0: none
     mounts = _Word(17)  # number of mounted segments, see ``mounted``
     replicas = _Word(18)  # on how many nodes clients store a page unless they say otherwise; 0: the node is in no pool
+    object_stamp = _Word(19)  # stamps up to this one are in tombstones: new objects get later stamps
 
     def __init__(self, path: Path, map_: mmap.mmap) -> None:
         self.path = path

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.model.replica import Address, FrameClass, Tier
+from kvstore.model.tombstones import Tombstone
 from kvstore.state.interfaces import Rows
 
 ClassOf = Callable[[Address], FrameClass | None]
@@ -119,6 +120,7 @@ class SealGranted(BaseEvent):
         number: an increasing number of the session's published events, see ``Grant.since``; 0 if the event was sent,
             not published.
         joins: set only for published events: the previous event was also published, or is an event of ``mounts``.
+        in_pool: the head replaces those of other nodes too, so the node keeps a tombstone.
     """
 
     now_ns: int
@@ -133,6 +135,7 @@ class SealGranted(BaseEvent):
     hints: bytes = b""
     number: int = 0
     joins: bool = False
+    in_pool: bool = False
 
 
 @dataclass(slots=True)
@@ -151,6 +154,7 @@ class SealObjects(BaseEvent):
     replaces: list[Address]
     number: int = 0  # as in ``SealGranted``; published objects replace nothing
     joins: bool = False  # as in ``SealGranted``
+    in_pool: bool = False  # as in ``SealGranted``
 
 
 @dataclass(slots=True)
@@ -159,6 +163,14 @@ class Delete(BaseEvent):
 
     now_ns: int
     addresses: list[Address]
+
+
+@dataclass(slots=True)
+class Bury(BaseEvent):
+    """Keep these tombstones, and delete the objects of their keys with older stamps from all tiers."""
+
+    now_ns: int
+    tombstones: list[Tombstone]
 
 
 @dataclass(slots=True)
@@ -571,6 +583,7 @@ Event = (
     | SealGranted
     | SealObjects
     | Delete
+    | Bury
     | Reserve
     | Seal
     | Revoke

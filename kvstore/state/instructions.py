@@ -172,6 +172,13 @@ class WriteReplicated:
 
 
 @dataclass(slots=True)
+class WriteObjectStamp:
+    """Write the latest stamp of a tombstone into the header, so that clients use later ones."""
+
+    stamp: int
+
+
+@dataclass(slots=True)
 class Move:
     """Copy a sealed page into another frame, and update its index entry and record.
 
@@ -361,6 +368,7 @@ Instruction = (
     | WriteLease
     | WriteStamp
     | WriteReplicated
+    | WriteObjectStamp
     | Move
     | Save
     | Load

@@ -121,6 +121,7 @@ class NodeState:
             ev.SealGranted: self._seal,
             ev.SealObjects: self._seal_objects,
             ev.Delete: self.objects.delete,
+            ev.Bury: self.objects.bury,
             ev.Grant: self._grant,
             ev.Begin: self.started.begin,
             ev.Reserve: self._reserve,
@@ -458,6 +459,7 @@ class NodeState:
         self.writing.expire(event.now_ns, out)
         self.started.expire(event.now_ns, out)
         self.pins.expire(event.now_ns)
+        self.objects.tick(event.now_ns, out)
         for space in self.spaces.values():
             space.quotas.trim(out)
         shrink(self.space, out)

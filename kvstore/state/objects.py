@@ -3,6 +3,10 @@
 The key of a page names its content; the key of an object does not. So all tiers together hold at most one version of an
 object. A head is sealed only if no tier has a head of that key, or if the stored head is the one to be replaced.
 
+**Tombstones.** A node of a pool keeps a tombstone of each key that it, or another node, has deleted or replaced. An
+object with an older stamp is dropped, and a new one is refused. If the object cannot be dropped now, because it is
+being moved or found by a scan, the node tries again every tick.
+
 A request may have many objects (``ObjectBatches``), each with its pieces and its head. Either all pages of an object
 are sealed, the head last, or none. An object that is refused does not affect the others. One instruction seals the
 pages of all objects, so that a batch of small objects costs the node little more than a batch of pages::
@@ -28,9 +32,11 @@ from kvstore.model.objects import (
     is_object_class,
     pieces_of,
     read_row,
+    stamp_of,
 )
 from kvstore.model.prefix import fingerprints
 from kvstore.model.replica import EXTRA, KEY, ROOT, Address, FrameState, Status, Tier, keys_of
+from kvstore.model.tombstones import TOMBSTONE_S, Tombstone, Tombstones
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_at
@@ -46,6 +52,7 @@ NOWHERE = Address(0, 0, 0)
 
 
 BROKEN_PER_EVENT = 64  # objects of groups that have lost a member, to be removed by one decision
+TRIES_PER_TICK = 256  # objects that a tick tries to drop again
 LOOSE_MAX = 4096  # unfinished objects whose pieces are remembered; pieces of others leave when they are cold
 
 
@@ -56,6 +63,9 @@ class Objects:
         spaces: the node's tiers; clients write into the first one.
         seal_chain: seals pages of one chain.
         unpin: ends the pins of pages with these keys. Called before pages are dropped.
+
+    Attributes:
+        tombstones: those that this node has.
     """
 
     def __init__(
@@ -78,6 +88,8 @@ class Objects:
         self._scanning = len(self._spaces) > 1
         # Last pieces of objects whose heads are not stored yet -> the sessions that put them.
         self._loose: OrderedDict[bytes, int] = OrderedDict()
+        self.tombstones = Tombstones()
+        self._to_drop: dict[bytes, Tombstone] = {}  # objects that could not be dropped yet
 
     def seal(self, event: ev.SealGranted) -> list[do.Instruction]:
         """Seal the head of an object. ``event.replaces`` is the head that it replaces, if any.
@@ -98,7 +110,7 @@ class Objects:
         if refusal is not None:
             return [refusal]
         current = self.find(key)
-        status = self.may_seal(key, root, current, event.replaces)
+        status = self.may_seal(key, root, current, event.replaces, stamp_of(about[1].nonce))
         if status != Status.OK:
             return [do.Reply(statuses=[int(status)])]
         space, session = self._spaces[0], self._sessions.get(event.session)
@@ -108,12 +120,19 @@ class Objects:
         if current is not None and parent_ok and is_granted:
             self.replace(key, out)
         self._loose.pop(event.parent, None)
-        return out + self._seal_chain(event)
+        out += self._seal_chain(event)
+        reply = out[-1]
+        assert type(reply) is do.Reply
+        if event.in_pool and reply.statuses == [Status.OK]:
+            out[-1:] = [self.replaced(key, root, stamp_of(about[1].nonce), event.now_ns), reply]
+        return out
 
-    def may_seal(self, key: bytes, root: bytes, current: Address | None, replaces: Address) -> Status:
+    def may_seal(self, key: bytes, root: bytes, current: Address | None, replaces: Address, stamp: int) -> Status:
         """Return OK if a head of this key may be sealed. ``current`` is the page that has the key now, if any."""
         if self._is_scanning():
             return Status.BUSY
+        if self.tombstones.stamp(key) > stamp:
+            return Status.PRESENT  # it was deleted or replaced after this put was decided
         if current is not None and self._space_of(current).pages.root_of(current) != root:
             return Status.NO_SPACE  # one of the two keys is forged: the page that was stored first keeps the key
         if (current or NOWHERE) != replaces:
@@ -202,6 +221,53 @@ class Objects:
         if not space.pages.sealed(address) or not self._is_object_page(space, address):
             return None
         return space.pages.records.key(address.extent, address.frame)
+
+    def bury(self, event: ev.Bury) -> list[do.Instruction]:
+        """Handle ``events.Bury``. The statuses are OK (an object was dropped), STALE (there is no older one) or BUSY
+        (the object will be dropped soon)."""
+        out: list[do.Instruction] = []
+        statuses = []
+        for tombstone in event.tombstones:
+            self.tombstones.add(tombstone)
+            status = self._drop_older(tombstone, out)
+            if status == Status.BUSY:
+                self._to_drop[tombstone.key] = tombstone
+            statuses.append(int(status))
+        out.append(do.WriteObjectStamp(max([each.stamp for each in event.tombstones], default=0)))
+        out.append(do.Reply(statuses=statuses))
+        return out
+
+    def replaced(self, key: bytes, root: bytes, stamp: int, now_ns: int) -> do.Instruction:
+        """Keep a tombstone of the values that a new one has replaced on all nodes. Return the instruction for that."""
+        self.tombstones.add(Tombstone(key, root, stamp, now_ns + TOMBSTONE_S * 10**9))
+        return do.WriteObjectStamp(stamp)
+
+    def tick(self, now_ns: int, out: list[do.Instruction]) -> None:
+        """Drop objects that could not be dropped before, and forget tombstones that have ended."""
+        for key in self.tombstones.expire(now_ns) if self.tombstones else ():
+            self._to_drop.pop(key, None)
+        for key in list(self._to_drop)[:TRIES_PER_TICK]:
+            tombstone = self._to_drop.pop(key)
+            if self._drop_older(tombstone, out) == Status.BUSY:
+                self._to_drop[key] = tombstone
+
+    def _drop_older(self, tombstone: Tombstone, out: list[do.Instruction]) -> Status:
+        current = self.find(tombstone.key)
+        if current is not None:
+            space = self._space_of(current)
+            nonce = space.pages.records.extra(current.extent, current.frame)[len(HEAD_TAG) :]
+            is_theirs = space.pages.root_of(current) == tombstone.root and self._is_object_page(space, current)
+            if not is_theirs or stamp_of(nonce) >= tombstone.stamp:
+                return Status.STALE
+        keys = self._groups.leaving_with(tombstone.key)
+        if self._is_scanning() or self._are_moving(keys):
+            return Status.BUSY
+        if current is None:
+            return Status.STALE
+        for key in keys:
+            self.drop(key, out)
+        self._counters["objects_deleted"] += len(keys)
+        return Status.OK
 
     @staticmethod
     def _is_object_page(space: Space, address: Address) -> bool:
@@ -342,6 +408,8 @@ class ObjectBatches:
         chosen = [span for span, status in zip(spans, statuses, strict=True) if status == Status.OK]
         if chosen:
             self._seal(event, keys, root, number, chosen, out)
+            for _, stop in chosen if event.in_pool else ():
+                out.append(self._objects.replaced(keys[stop - 1], root, _stamp(event, stop - 1), event.now_ns))
         page_statuses: list[int] = []
         for (start, stop), status in zip(spans, statuses, strict=True):
             page_statuses += [int(status)] * (stop - start)
@@ -354,13 +422,16 @@ class ObjectBatches:
         session = self._sessions.get(event.session)
         granted = session.granted if session is not None else set[Address]()
         all_granted = granted.issuperset(event.addresses)
-        if new and all_granted and self._objects.is_settled and event.replaces.count(NOWHERE) == len(keys):
+        has_tombstones = len(self._objects.tombstones) > 0
+        is_plain = self._objects.is_settled and not has_tombstones and event.replaces.count(NOWHERE) == len(keys)
+        if new and all_granted and is_plain:
             return [Status.OK] * len(spans)
         statuses = []
         for start, stop in spans:
             key = keys[stop - 1]
             current = None if new else self._objects.find(key)
-            status = self._objects.may_seal(key, root, current, event.replaces[stop - 1])
+            stamp = _stamp(event, stop - 1) if has_tombstones else 0
+            status = self._objects.may_seal(key, root, current, event.replaces[stop - 1], stamp)
             if status == Status.OK and not (all_granted or granted.issuperset(event.addresses[start:stop])):
                 status = Status.STALE
             if status == Status.OK and not new and not self._objects.absent(keys[start : stop - 1]):
@@ -418,6 +489,11 @@ class ObjectBatches:
         if self._writing.pending or event.number:
             space.pages.show(keys, root, addresses, infos)
             self._writing.follow(keys, out)
+
+
+def _stamp(event: ev.SealObjects, page: int) -> int:
+    """Return the stamp in the row of a head."""
+    return stamp_of(event.rows[page, _TAG.stop : EXTRA.stop].tobytes())
 
 
 def _spans(event: ev.SealObjects) -> list[Span]:

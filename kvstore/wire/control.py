@@ -28,7 +28,7 @@ from kvstore.model.replica import (
     identity_bytes,
 )
 
-PROTOCOL = 3
+PROTOCOL = 4
 HEAD = struct.Struct("<BBHIQQ")
 WRITER = struct.Struct("<QII")  # start of RESERVE's body: write group, shard, shards
 CHAINED = struct.Struct("<QQ")  # in the body of PUBLISH: position of the first page, span of the page before it
@@ -42,6 +42,7 @@ CONTINUES = 16  # flag: SEAL_GRANTED continues a put whose first pages came in a
 OBJECT = 32  # flag: SEAL_GRANTED has the head of an object; its body ends with the address that the head replaces
 HINTS = 64  # flag: SEAL_GRANTED and RESERVE end with one byte per page: its retention hint (``retention``), and
 #             ``retention.REPLICATED`` if a second copy on another node is wanted
+IN_POOL = 1  # number b of a request that seals objects: they replace those of other nodes too
 HINT = 8  # flag: PREFETCH reports pages that were just read from NVMe; the node decides whether they go to DRAM
 
 _CLASS = struct.Struct("<IHH")
@@ -50,12 +51,13 @@ _CLASS = struct.Struct("<IHH")
 class Op(IntEnum):
     """A client's request. ``a`` and ``b`` are the header's two numbers; [n] means ``count`` of them."""
 
-    HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 2}. Reply: JSON about the node
+    HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 4}. Reply: JSON about the node
     GRANT = 2  # a=frame class, count=frames. Body: key of the new pages' parent, or nothing; then the root whose
     #            tenant is charged for these frames now, or nothing: it is charged when the pages are sealed.
     #            b: keep the last page that the session sealed under log number b or later; 0 for no page
     #            Reply: addresses [<= count], RESERVED for this session, unkeyed; or BUSY and none
-    SEAL_GRANTED = 3  # a=frame class; body parent key, addresses [n], identity rows [n]. Reply: statuses [n]
+    SEAL_GRANTED = 3  # a=frame class, b=``IN_POOL`` or 0; body parent key, addresses [n], identity rows [n].
+    #                   Reply: statuses [n]
     RESERVE = 4  # a=frame class, b=ttl_ms; body group u64, shard u32, shards u32, parent key, identity rows [n]
     #              Reply: statuses [n] padded to 8, addresses [n] (zero where none); BUSY from one page onward
     SEAL = 5  # a=shard; body addresses [n]. Reply: statuses [n]
@@ -80,12 +82,12 @@ class Op(IntEnum):
     UNMOUNT = 19  # a=segment. Reply: status
     SEAL_OBJECTS = 20  # a=frame class; body addresses [n], identity rows [n], replaced addresses [n]: whole objects of
     #                one root, each with its pieces first and its head last. A head's replaced address is the
-    #                address of the head that it replaces; zero if there is none, and for pieces. Reply: statuses [n],
-    #                one value per object
-    OWED = (
-        22  # body keys [n] of sealed pages. Reply: statuses [n]: OK (no copy is owed), BUSY (a second copy on another
-    )
-    #            node is owed, and may be stored soon), NO_SPACE (it is owed, and no node can store it now)
+    #                address of the head that it replaces; zero if there is none, and for pieces. b: ``IN_POOL`` or 0.
+    #                Reply: statuses [n], one value per object
+    BURY = 21  # body tombstones [n] (``wire.tombstones``): keep them, and delete older objects of their keys.
+    #            Reply: statuses [n]: OK (an object was deleted), STALE (there is no older one), BUSY (ask again)
+    OWED = 22  # body keys [n] of sealed pages. Reply: statuses [n]: OK (no copy is owed), BUSY (a second copy on
+    #            another node is owed, and may be stored soon), NO_SPACE (it is owed, and no node can store it now)
     DRAIN = 14  # process all that sessions have published (``shm.put_log``). Reply, if requested: when that is done
 
 

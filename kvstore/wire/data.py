@@ -12,7 +12,8 @@ replies in between. The server answers them one by one, in order. A reply carrie
     LIST -> LISTED              CHECK -> CHECKED          HOLD -> FOUND
     PULL -> PIECE ... END       (engines: the KV of a prompt that is being computed)
     COPY -> COPIED              (see ``wire.copy_order``)
-    OBJECTS -> HEADS PARTS ... VALID                      (see ``wire.object_messages``)
+    OBJECTS -> HEADS PARTS ... VALID    FORGET -> FORGOTTEN    BURY -> BURIED    KEYS -> NAMES ...
+                                        (see ``wire.object_messages``)
     ATTACH -> ATTACHED          LEND -> LENT              RETURN -> RETURNED      (see below)
 
 Instead of a reply, or in the middle of it, the server may send ERROR. Each kind's body has a bound (``BODY_MAX``),
@@ -77,7 +78,7 @@ from kvstore.model.objects import object_root
 from kvstore.model.prefix import Keys, root_of
 from kvstore.model.replica import KEY_BYTES, TIERS, FrameClass, Tier
 
-VERSION: Final = 5
+VERSION: Final = 6
 MAGIC: Final = int.from_bytes(b"KVT", "little") | VERSION << 24
 HEAD: Final = struct.Struct("<IHHII")
 KIB: Final = 1 << 10
@@ -120,6 +121,12 @@ class FrameKind(IntEnum):
     HEADS = 57
     PARTS = 58
     VALID = 59
+    FORGET = 60
+    FORGOTTEN = 61
+    BURY = 62
+    BURIED = 63
+    KEYS = 64
+    NAMES = 65
 
 
 BODY_MAX: Final[dict[FrameKind, int]] = {
@@ -156,6 +163,12 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
     FrameKind.HEADS: 64 * KIB,
     FrameKind.PARTS: (1 << 32) - 1,  # received in place too
     FrameKind.VALID: 1 * KIB,
+    FrameKind.FORGET: 1024 * KIB,
+    FrameKind.FORGOTTEN: 16 * KIB,
+    FrameKind.BURY: 64 * KIB,
+    FrameKind.BURIED: 64 * KIB,
+    FrameKind.KEYS: 8 * KIB,
+    FrameKind.NAMES: 1024 * KIB,
 }
 """The largest body of each kind. It bounds a connection's memory, because there is one request and one reply at a
 time."""
@@ -164,7 +177,7 @@ REQUESTS: Final = frozenset(
     (
         *(FrameKind.PING, FrameKind.STATUS, FrameKind.READ, FrameKind.FIND, FrameKind.ANNOUNCE, FrameKind.LIST),
         *(FrameKind.CHECK, FrameKind.HOLD, FrameKind.PULL, FrameKind.ATTACH, FrameKind.LEND, FrameKind.RETURN),
-        *(FrameKind.COPY, FrameKind.OBJECTS),
+        *(FrameKind.COPY, FrameKind.OBJECTS, FrameKind.FORGET, FrameKind.BURY, FrameKind.KEYS),
     )
 )
 

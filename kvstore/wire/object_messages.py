@@ -1,4 +1,4 @@
-"""The byte formats of data connections for opaque objects: OBJECTS and its reply. No I/O.
+"""The byte formats of data connections for opaque objects: OBJECTS, FORGET, BURY, KEYS, and their replies. No I/O.
 
 OBJECTS names objects of one salt by their keys, and for each one the largest value that the caller takes. The server
 sends first what it knows about each object, then the bytes of the values that are within their limits::
@@ -15,6 +15,22 @@ A limit of 0 asks for the facts about a value only. The last page of a value, it
 bytes. Parts of one object are in order, and objects may be in any order. Parts are sent directly from memory, where
 other pages may replace them at any time, so a value counts only after VALID. All pages of a value have the one nonce in
 HEADS, so a value is never a mixture of two.
+
+FORGET deletes objects of one salt. A node drops those whose stamps are smaller than the given ones, and keeps
+tombstones (see ``model.tombstones``). A stamp of 0 deletes nothing, and only asks for the stamp of the stored value.
+BURY announces the tombstones of a node to an owner of the directory, which answers with those that the node needs::
+
+    FORGET     as OBJECTS, with stamps in place of limits
+    FORGOTTEN  per object u8: 1 if a value was deleted | per object u64: the stamp of the value that remains, or 0
+    BURY       number of the node's daemon u64, tombstones u32, length of the node's name u8 | name | tombstones
+    BURIED     tombstones (``wire.tombstones``)
+
+KEYS lists the keys of a salt that begin with a prefix. A NAMES is sent for every part of the node that was examined,
+also without keys, so that the caller sees progress::
+
+    KEYS       length of the salt u32, length of the prefix u32 | salt | prefix
+    NAMES      keys u32, state u8: 0 if another NAMES follows, 1 if this is the last, 2 if there may be more keys |
+               lengths of keys u16[keys] | keys
 """
 
 from __future__ import annotations
@@ -22,6 +38,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -31,7 +48,9 @@ import xxhash
 from kvstore.errors import InvalidRequest
 from kvstore.model.objects import KEY_BYTES_MAX, MEMBERS_MAX, NO_GROUP, NONCE_BYTES, ObjectGroup, pieces_of
 from kvstore.model.replica import KEY_BYTES, OBJECT_PAGE_BYTES
+from kvstore.model.tombstones import Tombstone
 from kvstore.wire.data import BODY_MAX, SALT_BYTES_MAX, FrameKind, WireError
+from kvstore.wire.tombstones import TOMBSTONE_BYTES, pack_tombstones, unpack_tombstones
 
 OBJECTS_MAX: Final = 1024  # in one request
 VALUE_BYTES_MAX: Final = 1 << 36  # a larger value is not read from other nodes
@@ -43,6 +62,12 @@ _PART: Final = struct.Struct("<III")
 
 assert OBJECTS_MAX * _HEAD.size <= BODY_MAX[FrameKind.HEADS]
 assert BODY_MAX[FrameKind.VALID] >= OBJECTS_MAX
+NAMES_MAX: Final = 1 << 16  # keys in one reply to KEYS
+_NAMES: Final = struct.Struct("<IB")
+BURIED_MAX: Final = 1024  # tombstones in one BURY, and in one BURIED
+_BURY: Final = struct.Struct("<QIB")
+assert BODY_MAX[FrameKind.FORGOTTEN] >= 9 * OBJECTS_MAX
+assert BODY_MAX[FrameKind.BURIED] >= BURIED_MAX * TOMBSTONE_BYTES
 
 PARTS_HEAD_BYTES: Final = _PARTS.size
 Body = bytes | bytearray | memoryview
@@ -235,6 +260,104 @@ class ObjectsReply:
             facts is not None and flag == 1 and (pages == facts.pages or facts.value_bytes > limit)
             for facts, flag, pages, limit in zip(self.facts, valid, self._next_page, self._limits, strict=True)
         ]
+
+
+def pack_forgotten(deleted: Sequence[bool], stamps: Sequence[int]) -> bytes:
+    """Return the body of FORGOTTEN."""
+    return bytes(deleted) + np.array(stamps, "<u8").tobytes()
+
+
+def unpack_forgotten(body: Body, count: int) -> list[tuple[bool, int]]:
+    """Return, for each object, whether a value was deleted, and the stamp of the value that is stored. Raises WireError
+    if the body is not valid."""
+    if len(body) != 9 * count or (count and max(body[:count]) > 1):
+        raise WireError(f"forgotten: must be about {count} objects (got {len(body)} bytes)")
+    return list(zip(map(bool, body[:count]), np.frombuffer(body, "<u8", count, count).tolist(), strict=True))
+
+
+def pack_bury(node: str, daemon: int, tombstones: Sequence[Tombstone], now_ns: int) -> bytes:
+    """Return the body of BURY. ``daemon`` is the number in the node's catalog entry."""
+    assert len(tombstones) <= BURIED_MAX
+    name = node.encode()
+    return _BURY.pack(daemon, len(tombstones), len(name)) + name + pack_tombstones(tombstones, now_ns)
+
+
+def unpack_bury(body: memoryview, now_ns: int) -> tuple[str, int, list[Tombstone]]:
+    """Return the node, the number of its daemon, and its tombstones. Raises WireError if the body is not valid."""
+    try:
+        daemon, count, size = _BURY.unpack_from(body)
+        start = _BURY.size + size
+        if count > BURIED_MAX or not size:
+            raise ValueError(f"{count} tombstones of a name with {size} bytes")
+        node = bytes(body[_BURY.size : start]).decode()
+        return node, daemon, unpack_tombstones(body[start:], count, now_ns)
+    except (struct.error, ValueError, InvalidRequest) as error:
+        raise WireError(f"bury: {error}") from None
+
+
+class NamesState(IntEnum):
+    """Whether a NAMES is the last one of its reply, and the list is complete."""
+
+    CONTINUES = 0
+    COMPLETE = 1
+    CUT = 2
+
+
+def pack_keys(salt: str, prefix: bytes) -> bytes:
+    """Return the body of KEYS."""
+    raw = salt.encode()
+    return _REQUEST.pack(len(raw), len(prefix)) + raw + prefix
+
+
+def unpack_keys(body: memoryview) -> tuple[str, bytes]:
+    """Return the salt and the prefix in a KEYS.
+
+    Raises:
+        InvalidRequest: it is not valid. The error names the field.
+    """
+    if len(body) < _REQUEST.size:
+        raise InvalidRequest("keys", f"must have at least {_REQUEST.size} bytes (got {len(body)})")
+    salt_bytes, prefix_bytes = _REQUEST.unpack_from(body)
+    prefix_at = _REQUEST.size + salt_bytes
+    if salt_bytes > SALT_BYTES_MAX or prefix_bytes > KEY_BYTES_MAX or len(body) != prefix_at + prefix_bytes:
+        raise InvalidRequest("keys", f"must be a salt and a prefix (got {len(body)} bytes)")
+    try:
+        return bytes(body[_REQUEST.size : prefix_at]).decode(), bytes(body[prefix_at:])
+    except UnicodeDecodeError:
+        raise InvalidRequest("salt", "must be UTF-8") from None
+
+
+def pack_names(names: Sequence[bytes], state: NamesState) -> list[bytes]:
+    """Return the bodies of one or more NAMES with these keys. The last one has ``state``."""
+    bodies, start = list[bytes](), 0
+    while True:
+        room, stop = BODY_MAX[FrameKind.NAMES] - _NAMES.size, start
+        while stop < len(names) and room >= len(names[stop]) + 2:
+            room -= len(names[stop]) + 2
+            stop += 1
+        part = names[start:stop]
+        lengths = np.array([len(name) for name in part], "<u2").tobytes()
+        head = _NAMES.pack(len(part), state if stop == len(names) else NamesState.CONTINUES)
+        bodies.append(b"".join((head, lengths, *part)))
+        start = stop
+        if start == len(names):
+            return bodies
+
+
+def unpack_names(body: Body) -> tuple[list[bytes], NamesState]:
+    """Return the keys and the state in a NAMES. Raises WireError if it is not valid."""
+    try:
+        count, state = _NAMES.unpack_from(body)
+        lengths: list[int] = np.frombuffer(body, "<u2", count, _NAMES.size).tolist()
+        start, names = _NAMES.size + 2 * count, list[bytes]()
+        if len(body) != start + sum(lengths) or any(not 0 < length <= KEY_BYTES_MAX for length in lengths):
+            raise ValueError(f"{len(body)} bytes")
+        for length in lengths:
+            names.append(bytes(body[start : start + length]))
+            start += length
+        return names, NamesState(state)
+    except (struct.error, ValueError) as error:
+        raise WireError(f"names: {error}") from None
 
 
 def page_sum(*parts: npt.NDArray[np.uint8]) -> int:

@@ -80,7 +80,11 @@ def test_messages_arrive_as_they_were(seed: int) -> None:
     assert (batch.node, batch.stream, batch.number, batch.whole) == ("node", told.stream, told.number, told.whole)
     assert batch.placement == told.placement
     assert batch.fingerprints.tolist() == pages.tolist() and batch.marks.tolist() == told.marks.tolist()
-    assert [unpack_announced(pack_announced(wanted)) for wanted in (-1, 0, 1 << 40)] == [-1, 0, 1 << 40]
+    assert [unpack_announced(pack_announced(wanted, 7)) for wanted in (-1, 0, 1 << 40)] == [
+        (-1, 7),
+        (0, 7),
+        (1 << 40, 7),
+    ]
     entries = page_entries(batch.fingerprints, batch.marks)
     assert unpack_listed(pack_listed(entries)).tolist() == entries.tolist()
     assert unpack_list(memoryview(pack_list("node", told.stream))) == ("node", told.stream)

@@ -310,7 +310,7 @@ def announced(machine: Machine, told: AnnounceBatch, daemon: int) -> int:
         reply = connection.call(
             FrameKind.ANNOUNCE, pack_announce(told, daemon), reply=FrameKind.ANNOUNCED, deadline_s=within_s
         )
-    return unpack_announced(reply)
+    return unpack_announced(reply)[0]
 
 
 def test_nobody_announces_for_another_node(machines: dict[str, Machine]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import kvstore
 from kvstore import Store
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, NodeUnavailable
 from tests.helpers.api import address_of
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.pool import Pool, patient
@@ -121,3 +121,59 @@ def test_another_node_is_read_where_one_fails(pool: Pool) -> None:
     for store in pool.stores.values():
         evict_all(store)
     wait_until("all are gone", lambda: not any(c.contains(KEYS)), 60)
+
+
+def test_a_deletion_holds_on_every_node(pool: Pool) -> None:
+    a, b, c = (pool.stores[name] for name in "abc")
+    for store in (a, b):
+        store.put_many(KEYS, VALUES)
+    wait_found(c, KEYS)
+    assert c.delete([KEYS[0], KEYS[5], "none"]) == 2
+    for store in (a, b, c):
+        assert store.contains(KEYS) == [False, True, True, True, True, False]
+        assert not any(store.contains([KEYS[0], KEYS[5]], local=True))
+    assert c.put(KEYS[0], VALUES[1]) and c.get(KEYS[0]).tobytes() == VALUES[1].tobytes(), "a later put is stored"
+    assert a.delete(KEYS[1], local=True) == 1
+    assert a.contains(KEYS[1]) and not a.contains(KEYS[1], local=True), "another node has it"
+    with stopped(pool.data_server("a")):
+        assert b.delete(KEYS[2:5]) == 3
+        assert not any(b.contains(KEYS[2:5])) and all(a.contains(KEYS[2:5], local=True)), "a does not know it yet"
+    wait_until("a drops its values", lambda: not any(a.contains(KEYS[2:5], local=True)), 60)
+    check_laws(a)
+    pool.well()
+
+
+def test_a_value_that_is_replaced_is_replaced_on_every_node(pool: Pool) -> None:
+    a, b, c = (pool.stores[name] for name in "abc")
+    for store in (a, b):
+        store.put_many(KEYS, VALUES)
+    wait_found(c, KEYS)
+    assert c.put_many(KEYS, VALUES[::-1], replace=True) == [True] * len(KEYS)
+    for store in (a, b, c):
+        wait_found(store, KEYS)
+        assert read(store, KEYS) == [value.tobytes() for value in VALUES[::-1]]
+    pool.daemons["b"].stop()
+    assert a.put(KEYS[1], b"new", replace=True)
+    pool.daemons["b"].resume()
+    wait_until("b has no other value", lambda: b.get(KEYS[1]).tobytes() == b"new", 60)
+    check_laws(a)
+
+
+def test_objects_of_all_nodes_are_cleared(pool: Pool) -> None:
+    a, b, c = (pool.stores[name] for name in "abc")
+    a.put_many([f"k/a/{number}" for number in range(1500)], [b"x"] * 1500)
+    b.put_many([f"k/b/{number}" for number in range(700)], [b"x"] * 700)
+    for store in (a, b):
+        store.put_many(["k/both", "other"], [b"1", b"2"])
+        store.put("k/salted", b"3", salt="tenant")
+    c.put("k/c", b"4")
+    wait_found(c, ["k/a/1499", "k/b/699", "k/both", "other"])
+    assert a.clear("k/a", local=True) == 1500
+    with stopped(pool.data_server("b")), pytest.raises(NodeUnavailable, match="b: did not answer"):
+        c.clear("k/c")
+    wait_until("b is reached again", lambda: c.contains("k/b/1"), 60)
+    assert c.clear("k/") == 701 and c.clear("k/") == 0
+    for store in (a, b, c):
+        assert store.contains(["k/b/0", "k/both", "k/c", "other"]) == [False, False, False, True]
+        assert store.contains("k/salted", "tenant") and store.object_keys() == ["other"] * (store is not c)
+    pool.well()

@@ -59,7 +59,7 @@ from kvstore.model.objects import (
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, KEY, Address, FrameClass, FrameState, Status, word_of
 from kvstore.shm.index import IndexDamaged
-from kvstore.wire.control import NO_REPLY, OBJECT, Op, batch_objects, encode, pack_addresses
+from kvstore.wire.control import IN_POOL, NO_REPLY, OBJECT, Op, batch_objects, encode, pack_addresses
 
 _SEALED = int(FrameState.SEALED)
 
@@ -431,16 +431,29 @@ def stored_head(mapped: MappedNode, root: bytes, name: bytes) -> ProvenHead | No
     return None
 
 
-def new_nonces(count: int) -> list[bytes]:
-    """Return nonces of values that are put now."""
-    return make_nonces(time.time_ns(), secrets.token_bytes(RANDOM_BYTES * count))
+def wall_ns() -> int:
+    """Return the time of this machine's clock, in nanoseconds since the epoch."""
+    return time.time_ns()
 
 
-def plan_object(mapped: MappedNode, name: bytes, value_bytes: int, group: ObjectGroup) -> tuple[FrameClass, About]:
+def new_stamp(mapped: MappedNode, known: int = 0) -> int:
+    """Return a stamp for a put or a deletion that is decided now. The stamp is later than ``known``, and than every
+    tombstone of the node, even if the clock of another machine is ahead."""
+    return max(wall_ns(), mapped.header.object_stamp + 1, known + 1)
+
+
+def new_nonces(stamp: int, count: int) -> list[bytes]:
+    """Return nonces of values that are put with this stamp."""
+    return make_nonces(stamp, secrets.token_bytes(RANDOM_BYTES * count))
+
+
+def plan_object(
+    mapped: MappedNode, name: bytes, value_bytes: int, group: ObjectGroup, stamp: int
+) -> tuple[FrameClass, About]:
     """Return the frame class and the description of an object to be put."""
     frame_class = class_for(name, value_bytes, int(mapped.header.extent_bytes), group)
     pieces = pieces_of(value_bytes, frame_class.page_bytes)
-    return frame_class, About(name, value_bytes, pieces, new_nonces(1)[0], group)
+    return frame_class, About(name, value_bytes, pieces, new_nonces(stamp, 1)[0], group)
 
 
 def copy_from(source: Scattered, start: int, mapped: MappedNode, addresses: list[Address]) -> None:
@@ -520,9 +533,10 @@ class HeadPut(_ObjectPagesPut):
         is_present: after ``result``, True if another object is stored under the key.
     """
 
-    def __init__(self, mapped: MappedNode, keys: Keys, frame_class: FrameClass, replaced: bytes) -> None:
+    def __init__(self, mapped: MappedNode, keys: Keys, frame_class: FrameClass, replaced: bytes, in_pool: bool) -> None:
         super().__init__(mapped, keys, frame_class)
         self._replaced = replaced
+        self._in_pool = IN_POOL if in_pool else 0
         self.is_busy = self.is_present = False
 
     def send_from(self, source: Scattered, start: int) -> None:
@@ -539,7 +553,8 @@ class HeadPut(_ObjectPagesPut):
 
     def _request(self, batch: SealBatch) -> None:
         number = self._pool.class_number
-        batch.reply = self._mapped.channel.request(Op.SEAL_GRANTED, count=1, a=number, flags=OBJECT, body=batch.body)
+        fields = {"count": 1, "a": number, "b": self._in_pool, "flags": OBJECT}
+        batch.reply = self._mapped.channel.request(Op.SEAL_GRANTED, **fields, body=batch.body)
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
 
@@ -578,7 +593,8 @@ class ObjectsPut:
         replace: put objects whose names exist too. The call then waits for the node, which compares what they replace.
         wait: with False, the objects are published where that is possible, without waiting for the node.
         groups: the group of each object.
-        nonces: the nonces of the values, if these are copies of values of another node.
+        nonces: the nonces of the values; None for new ones.
+        in_pool: the values replace those of other nodes too.
         timeout_s: the longest wait for frames; None for the node's.
     """
 
@@ -593,8 +609,10 @@ class ObjectsPut:
         groups: Sequence[ObjectGroup],
         nonces: Sequence[bytes] | None = None,
         timeout_s: float | None = None,
+        in_pool: bool = False,
     ) -> None:
-        self._nonces = nonces if nonces is not None else new_nonces(len(names))
+        self._in_pool = IN_POOL if in_pool else 0
+        self._nonces = nonces if nonces is not None else new_nonces(new_stamp(mapped), len(names))
         self._timeout_s = mapped.timeout_s if timeout_s is None else timeout_s
         self._mapped, self._root, self._replace = mapped, root, replace
         self._names, self._sources = names, sources
@@ -738,7 +756,7 @@ class ObjectsPut:
 
     def _request(self, batch: _ObjectBatch) -> PendingReply:
         count, number = len(batch.addresses), batch.pool.class_number
-        reply = self._mapped.channel.request(Op.SEAL_OBJECTS, count=count, a=number, body=batch.body)
+        reply = self._mapped.channel.request(Op.SEAL_OBJECTS, count=count, a=number, b=self._in_pool, body=batch.body)
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
         return reply

@@ -21,6 +21,8 @@ from kvstore.client.local.object_batches import (
     ProvenHead,
     find_head,
     find_heads,
+    new_nonces,
+    new_stamp,
     plan_object,
     read_objects,
     stored_head,
@@ -30,7 +32,7 @@ from kvstore.client.local.peer_reads import LOCAL_WAIT_S
 from kvstore.client.objects import ObjectVerbs, as_scattered, listed, names_of, root_of_salt, sources_of, target_of
 from kvstore.client.value_buffers import Scattered
 from kvstore.device.host_memory import empty
-from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.objects import (
     ObjectGroup,
     class_for,
@@ -43,11 +45,14 @@ from kvstore.model.objects import (
     object_root,
     pieces_of,
     read_row,
+    stamp_of,
 )
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, FrameClass, Status
+from kvstore.model.tombstones import TOMBSTONE_S, Tombstone
 from kvstore.wire.control import BATCH_MAX, Op, statuses_bytes
 from kvstore.wire.object_messages import VALUE_BYTES_MAX, ObjectFacts
+from kvstore.wire.tombstones import pack_tombstones
 
 BUSY_PAUSE_S = 0.005  # pause before a call that the node could not complete is repeated
 LOOK_PAGES = 8192  # pages of the node that one step of a call about all objects examines
@@ -97,14 +102,23 @@ class LocalObjects(ObjectVerbs):
                 _check_size(mapped, name, source.nbytes)
         check_counts(mapped, [each for each in groups if each.members])
         name_objects(mapped, root, salt)
-        stored = ObjectsPut(mapped, root, names, sources, replace, wait, groups).result()
+        in_pool = replace and self._is_in_pool
+        stamp = new_stamp(mapped, self._latest_stamp(mapped, root, names, salt) if in_pool else 0)
+        nonces, stamps = new_nonces(stamp, len(names)), [stamp] * len(names)
+        stored = ObjectsPut(mapped, root, names, sources, replace, wait, groups, nonces, in_pool=in_pool).result()
         failure: Unavailable | None = None
         for number in [number for number, is_stored in enumerate(stored) if is_stored is None]:
             try:
-                put = _ObjectPut(self, mapped, root, names[number], sources[number], replace, groups[number])
+                its = names[number], sources[number], replace, groups[number]
+                put = _ObjectPut(self, mapped, root, *its, stamp, in_pool)
                 stored[number] = put.result()
+                stamps[number] = put.stamp
             except Unavailable as error:
                 failure = failure or error
+        if in_pool:
+            replaced = [number for number, is_stored in enumerate(stored) if is_stored]
+            chosen_stamps = [stamps[number] for number in replaced]
+            self._forget_elsewhere([names[number] for number in replaced], chosen_stamps, salt)
         if failure is not None:
             raise failure
         return [bool(is_stored) for is_stored in stored]
@@ -203,9 +217,60 @@ class LocalObjects(ObjectVerbs):
             stored[number] = its is not None
         return stored[0] if isinstance(keys, str) else stored
 
-    def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
+    def delete(self, keys: str | Sequence[str], salt: str = "", *, local: bool = False) -> int:
         """Delete objects, and return how many there were. Raises as ``ObjectVerbs.delete``."""
-        return self._delete(list(dict.fromkeys(encode_names(listed(keys)))), root_of_salt(salt))
+        names, root = list(dict.fromkeys(encode_names(listed(keys)))), root_of_salt(salt)
+        if local or not self._is_in_pool:
+            return self._delete(names, root)
+        return self._delete_in_pool(names, root, salt)
+
+    @property
+    def _is_in_pool(self) -> bool:
+        pool = self._node.pool_objects
+        return pool is not None and pool.is_in_pool
+
+    def _delete_in_pool(self, names: list[bytes], root: bytes, salt: str) -> int:
+        """Delete objects of all nodes, and return how many there were. Every value that a node had when the call began
+        is void afterwards, also on nodes that do not answer now."""
+        mapped, deleted = self._node.writable(), 0
+        for start in range(0, len(names), BATCH_MAX):
+            part = names[start : start + BATCH_MAX]
+            stamp = new_stamp(mapped, self._latest_stamp(mapped, root, part, salt))
+            here = self._bury(part, root, stamp)
+            there = self._forget_elsewhere(part, [stamp] * len(part), salt)
+            deleted += sum(one or other for one, other in zip(here, there, strict=True))
+        return deleted
+
+    def _latest_stamp(self, mapped: MappedNode, root: bytes, names: Sequence[bytes], salt: str) -> int:
+        """Return the largest stamp of the values that any node has of these objects."""
+        pool = self._node.pool_objects
+        heads = (find_head(mapped, root, name) for name in names)
+        stamps = [stamp_of(head.about.nonce) for head in heads if head is not None]
+        if pool is not None:
+            stamps += [stamp for _, stamp in pool.forget(salt, names, [0] * len(names))]
+        return max(stamps, default=0)
+
+    def _forget_elsewhere(self, names: Sequence[bytes], stamps: Sequence[int], salt: str) -> list[bool]:
+        """Delete older values on other nodes. Return, for each object, whether a node has deleted one."""
+        pool = self._node.pool_objects
+        assert pool is not None, "the caller has checked it"
+        return [deleted for deleted, _ in pool.forget(salt, names, stamps)]
+
+    def _bury(self, names: Sequence[bytes], root: bytes, stamp: int) -> list[bool]:
+        """Delete older values of this node, and let it keep tombstones. Return, for each object, whether there was one.
+        While a value is being moved between tiers, the request is repeated until the deadline."""
+        until_ns, deadline_s = time.monotonic_ns() + TOMBSTONE_S * 10**9, time.monotonic() + self._node.timeout_s
+        tombstones = [Tombstone(key_hash(root, name), root, stamp, until_ns) for name in names]
+        deleted, positions = [False] * len(names), list(range(len(names)))
+        while positions:
+            statuses = bury(self._node, [tombstones[at] for at in positions])
+            for at, status in zip(positions, statuses, strict=True):
+                deleted[at] = deleted[at] or status in (Status.OK, Status.BUSY)
+            positions = [at for at, status in zip(positions, statuses, strict=True) if status == Status.BUSY]
+            if positions and time.monotonic() >= deadline_s:
+                raise DeadlineExceeded(f"{len(positions)} objects are being moved between tiers")
+            time.sleep(BUSY_PAUSE_S if positions else 0)
+        return deleted
 
     def _delete(self, names: list[bytes], root: bytes) -> int:
         """Delete objects, and return how many there were. An object that is being moved between tiers cannot be
@@ -227,31 +292,58 @@ class LocalObjects(ObjectVerbs):
             time.sleep(BUSY_PAUSE_S if names else 0)
         return deleted
 
-    def clear(self, prefix: str, salt: str = "") -> int:
-        """Delete the objects whose keys begin with ``prefix``, and return how many there were."""
-        return sum(self.clear_in_steps(prefix, salt))
+    def clear(self, prefix: str, salt: str = "", *, local: bool = False) -> int:
+        """Delete the objects whose keys begin with ``prefix``, and return how many there were. Raises as
+        ``ObjectVerbs.clear``."""
+        return sum(self.clear_in_steps(prefix, salt, local))
 
-    def clear_in_steps(self, prefix: str, salt: str = "") -> Iterator[int]:
+    def clear_in_steps(self, prefix: str, salt: str = "", local: bool = False) -> Iterator[int]:
         """Delete the objects whose keys begin with ``prefix``, in steps of bounded work. Yield how many objects each
         step has deleted.
 
         A pass over all objects may miss an object that moves between frames. So passes are repeated until one deletes
         nothing, but at most ``LOOKS_MAX`` times, since other clients may keep putting new objects.
+
+        Raises:
+            NodeUnavailable: as ``ObjectVerbs.clear``. The objects of the nodes that answered are deleted.
         """
         start, root = encode_prefix(prefix), root_of_salt(salt)
         self._node.writable()
+        in_pool = not local and self._is_in_pool
         for _ in range(LOOKS_MAX):
             pass_deleted = 0
-            for names in self._names(root, start):
-                deleted = self._delete(names, root)
+            for names in self.names_in_steps(salt, start):
+                deleted = self._delete_in_pool(names, root, salt) if in_pool else self._delete(names, root)
                 pass_deleted += deleted
                 yield deleted
             if not pass_deleted:
-                return
+                break
+        if in_pool:
+            yield from self._clear_elsewhere(start, root, salt)
+
+    def _clear_elsewhere(self, start: bytes, root: bytes, salt: str) -> Iterator[int]:
+        """Delete the objects of other nodes, as ``clear_in_steps`` does."""
+        pool, silent = self._node.pool_objects, list[str]()
+        for node in pool.nodes if pool is not None else ():
+            is_complete, looks = False, 0
+            while pool is not None and not is_complete and looks < LOOKS_MAX:
+                try:
+                    names, is_complete = pool.keys(node, salt, start)
+                except Unavailable:
+                    silent.append(node)
+                    break
+                deleted = 0
+                for first in range(0, len(names), BATCH_MAX):
+                    step = self._delete_in_pool(names[first : first + BATCH_MAX], root, salt)
+                    deleted += step
+                    yield step
+                looks = 0 if deleted else looks + 1
+        if silent:
+            raise NodeUnavailable(f"{', '.join(silent)}: did not answer, so objects may remain there")
 
     def object_keys(self, salt: str = "") -> list[str]:
         """Return the keys of all objects of a tenant, sorted."""
-        names = {name for part in self._names(root_of_salt(salt), b"", only_complete=True) for name in part}
+        names = {name for part in self.names_in_steps(salt, b"", only_complete=True) for name in part}
         return [name.decode(errors="replace") for name in sorted(names)]
 
     def object_pages(self, key: str, salt: str = "") -> Keys | None:
@@ -264,13 +356,14 @@ class LocalObjects(ObjectVerbs):
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _names(self, root: bytes, start: bytes, only_complete: bool = False) -> Iterator[list[bytes]]:
-        """Yield the names of a root's objects that begin with ``start``, in a list for every ``LOOK_PAGES`` pages of
+    def names_in_steps(self, salt: str, start: bytes, only_complete: bool = False) -> Iterator[list[bytes]]:
+        """Yield the names of this node's objects that begin with ``start``, in a list for every ``LOOK_PAGES`` pages of
         the node. An object may be listed twice if it is in two tiers, or if it is moved in the meantime.
 
-        ``only_complete``: leave out members of groups that are not complete.
+        Args:
+            only_complete: leave out members of groups that are not complete.
         """
-        mapped = self._node.mapped()
+        mapped, root = self._node.mapped(), root_of_salt(salt)
         if mapped is None:
             return
         mapped.published.take_in(mapped.channel)
@@ -435,6 +528,18 @@ class LocalObjects(ObjectVerbs):
         return bytes(reply.body[: len(addresses)])
 
 
+def bury(node: LocalNode, tombstones: Sequence[Tombstone], timeout_s: float | None = None) -> bytes:
+    """Let a node of this machine keep tombstones, and return a status for each, see ``Op.BURY``. Each request may take
+    ``timeout_s``; None for the node's. Raises as ``MappedNode.exchange``."""
+    statuses = b""
+    for start in range(0, len(tombstones), BATCH_MAX):
+        part = tombstones[start : start + BATCH_MAX]
+        body = pack_tombstones(part, time.monotonic_ns())
+        reply = node.writable().exchange(Op.BURY, count=len(part), body=(body,), timeout_s=timeout_s)
+        statuses += bytes(reply.body[: len(part)])
+    return statuses
+
+
 class _ObjectPut:
     """A put of one object, whose pieces and head are sealed by separate requests. The constructor copies the value and
     sends the requests, and ``result`` waits for them."""
@@ -448,7 +553,10 @@ class _ObjectPut:
         source: Scattered,
         replace: bool,
         group: ObjectGroup,
+        stamp: int,
+        in_pool: bool,
     ) -> None:
+        self.stamp, self._in_pool = stamp, in_pool
         self._store, self._mapped, self._root, self._name = store, mapped, root, name
         self._source, self._replace, self._group = source, replace, group
         self._may_replace = replace
@@ -469,14 +577,14 @@ class _ObjectPut:
             self._head = None
             return
         self._replaced = old_head.address if old_head is not None else bytes(ADDRESS_BYTES)
-        frame_class, about = plan_object(self._mapped, self._name, self._source.nbytes, self._group)
+        frame_class, about = plan_object(self._mapped, self._name, self._source.nbytes, self._group, self.stamp)
         keys = about.piece_keys(self._root, frame_class.page_tokens) if about.pieces else None
         if keys is not None:
             self._pieces = PiecesPut(self._mapped, keys, frame_class)
             self._pieces.send_from(self._source, about.pieces)
         head_keys = about.head_keys(self._root, frame_class.page_tokens)
         head_keys.parent = keys.hashes[-1] if keys is not None else self._root
-        self._head = HeadPut(self._mapped, head_keys, frame_class, self._replaced)
+        self._head = HeadPut(self._mapped, head_keys, frame_class, self._replaced, self._in_pool)
         self._head.send_from(self._source, about.pieces * frame_class.page_bytes)
 
     def result(self) -> bool:
@@ -506,6 +614,7 @@ class _ObjectPut:
                 raise DeadlineExceeded("the stored object is being moved between tiers, or NVMe is being scanned")
             time.sleep(BUSY_PAUSE_S)
             self._pieces = None
+            self.stamp = new_stamp(self._mapped, self.stamp)
             self._start()
         return False
 

@@ -416,7 +416,12 @@ class PeerReader:
         return max(1, min(len(nodes), SOURCES_MAX, int(speed / (2 * RATE_MIN)))) if speed < STRIPE_SPEED_MAX else 1
 
     def find_objects(
-        self, namespace: Namespace, keys: list[bytes], without: Collection[str], budget: TimeBudget
+        self,
+        namespace: Namespace,
+        keys: list[bytes],
+        without: Collection[str],
+        budget: TimeBudget,
+        fresh: bool = False,
     ) -> list[list[str]]:
         """Return, for each key of an object, the other nodes that have it; see ``Finder.find_objects``."""
         view = self._peers.look()
@@ -424,7 +429,20 @@ class PeerReader:
             return [[] for _ in keys]
         finder = self._finder or self._connect(view)
         with budget.query() as deadline_s:
-            return finder.find_objects(namespace, keys, deadline_s, without)
+            return finder.find_objects(namespace, keys, deadline_s, without, fresh)
+
+    def owners(self, keys: list[bytes]) -> list[list[str]]:
+        """Return the owners of each object's span, except this node."""
+        view = self._peers.look()
+        if view is None or len(view.peers) < 2:
+            return [[] for _ in keys]
+        return (self._finder or self._connect(view)).owners(keys)
+
+    @property
+    def nodes(self) -> list[str] | None:
+        """The other nodes of the pool; None if the node is in no pool."""
+        view = self._peers.look()
+        return sorted(view.peers.keys() - {view.node}) if view is not None else None
 
     def call(self, node: str, deadline_s: float, silence_s: float, use: Callable[[DataConnection], Result]) -> Result:
         """Call ``use`` with a connection to a node's data server, see ``PeerLinks.call``. Raises NodeUnavailable if the

@@ -9,30 +9,41 @@ has the object is asked. A fault of another node is only a miss.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Final
 
 from kvstore.client.buffers import Rows
 from kvstore.client.local.peer_reads import PeerReader, TimeBudget
 from kvstore.client.value_buffers import Scattered
-from kvstore.cluster.data_connection import DataConnection
+from kvstore.cluster.data_connection import SILENCE_S, DataConnection
 from kvstore.cluster.transport import RATE_MIN
 from kvstore.errors import KVStoreError
 from kvstore.model.objects import key_hash
 from kvstore.wire.data import BODY_MAX, OBJECTS_FINGERPRINT, FrameKind, Namespace, WireError
 from kvstore.wire.object_messages import (
+    NAMES_MAX,
     PARTS_HEAD_BYTES,
+    NamesState,
     ObjectFacts,
     ObjectPart,
     ObjectsReply,
     ObjectsRequest,
     objects_per_request,
+    pack_keys,
     page_sum,
     parts_bytes,
+    unpack_forgotten,
     unpack_heads,
+    unpack_names,
     unpack_parts,
 )
 
+DELETE_S: Final = 10.0  # for one deletion on all nodes
+DELETE_SILENCE_S: Final = 3.0  # for a node to delete its values
+KEYS_S: Final = 60.0  # for one list of keys
+KEYS_SILENCE_S: Final = 2.0  # for each step of such a list
 TargetOf = Callable[[int, ObjectFacts], Scattered]
 """Returns the target of a value, in host memory: called with the object's position, once its size is known."""
 
@@ -78,6 +89,86 @@ class PoolObjects:
                     failed.add(node)
             missing = [at for at in missing if found[at] is None]
         return found
+
+    @property
+    def is_in_pool(self) -> bool:
+        """True if the node is in a pool, even if it has no other nodes now."""
+        return self._peers.nodes is not None
+
+    def forget(self, salt: str, names: Sequence[bytes], stamps: Sequence[int]) -> list[tuple[bool, int]]:
+        """Delete values with smaller stamps on the other nodes that have them, and give the tombstones to the owners of
+        the directory. With stamps of 0, only ask for the stamps of the stored values.
+
+        A node that does not answer gets the tombstones from an owner later.
+
+        Returns:
+            For each object, whether a node has deleted a value, and the largest stamp of the values that remain.
+        """
+        result = [(False, 0)] * len(names)
+        if not names or not self._peers.nodes:
+            return result
+        deletes = any(stamps)
+        budget, silence_s = (TimeBudget(DELETE_S), DELETE_SILENCE_S) if deletes else (TimeBudget(), SILENCE_S)
+        namespace = Namespace(OBJECTS_FINGERPRINT, salt, "")
+        keys = [key_hash(namespace.root, name) for name in names]
+        holders = self._peers.find_objects(namespace, keys, (), TimeBudget(), fresh=True)
+        owners = self._peers.owners(keys)
+        by_node: dict[str, list[int]] = {}
+        for at, stamp in enumerate(stamps):
+            for node in {*holders[at], *(owners[at] if stamp else ())}:
+                by_node.setdefault(node, []).append(at)
+        for node, positions in by_node.items():
+            while positions and not budget.is_over:
+                part = positions[: objects_per_request([names[at] for at in positions])]
+                positions = positions[len(part) :]
+                request = ObjectsRequest(salt, [names[at] for at in part], [stamps[at] for at in part])
+                for at, (deleted, stamp) in zip(part, self._forget_on(node, request, budget, silence_s), strict=True):
+                    result[at] = result[at][0] or deleted, max(result[at][1], stamp)
+        return result
+
+    @property
+    def nodes(self) -> list[str]:
+        """The other nodes of the pool."""
+        return self._peers.nodes or []
+
+    def keys(self, node: str, salt: str, prefix: bytes) -> tuple[list[bytes], bool]:
+        """Return the keys of another node that begin with ``prefix``, and whether these are all.
+
+        Raises:
+            Unavailable: the node does not answer.
+        """
+        body, deadline_s = pack_keys(salt, prefix), time.monotonic() + KEYS_S
+
+        def ask(link: DataConnection) -> tuple[list[bytes], bool]:
+            names = list[bytes]()
+            number = link.send(FrameKind.KEYS, body, deadline_s=deadline_s)
+            while True:
+                head = link.receive_head(number, FrameKind.NAMES, deadline_s=deadline_s)
+                part, state = unpack_names(link.receive(head.body_bytes, deadline_s=deadline_s))
+                names += part
+                if len(names) > NAMES_MAX:
+                    raise WireError(f"names: must be at most {NAMES_MAX} keys")
+                if state is not NamesState.CONTINUES:
+                    return names, state is NamesState.COMPLETE
+
+        return self._peers.call(node, deadline_s, KEYS_SILENCE_S, ask)
+
+    def _forget_on(
+        self, node: str, request: ObjectsRequest, budget: TimeBudget, silence_s: float
+    ) -> list[tuple[bool, int]]:
+        """Send FORGET to one node. Returns what ``forget`` does."""
+        count, body = len(request.names), request.pack()
+
+        def ask(link: DataConnection) -> list[tuple[bool, int]]:
+            reply = link.call(FrameKind.FORGET, body, reply=FrameKind.FORGOTTEN, deadline_s=deadline_s)
+            return unpack_forgotten(reply, count)
+
+        try:
+            deadline_s = min(budget.deadline_s, time.monotonic() + silence_s)
+            return self._peers.call(node, deadline_s, silence_s, ask)
+        except KVStoreError as error:
+            log.debug("%s: %s", node, error)
+            return [(False, 0)] * count
 
     def read_before(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which of these objects this machine has read from other nodes before, and note that it reads them."""

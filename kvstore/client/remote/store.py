@@ -138,19 +138,19 @@ class RemoteObjects(ObjectVerbs):
             stored += self._node.call("ContainsObjects", request, pb.ObjectsFound).found
         return bool(stored[0]) if isinstance(keys, str) else stored
 
-    def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
+    def delete(self, keys: str | Sequence[str], salt: str = "", *, local: bool = False) -> int:
         """Delete the values under these keys, and return the number of values deleted."""
         names, salt, removed = _checked_keys(keys), check_text(salt, "salt"), 0
         self._node.check_open()
         for part in _parts(list(dict.fromkeys(names))):
-            request = pb.ObjectKeys(keys=part, salt=salt)
+            request = pb.ObjectKeys(keys=part, salt=salt, local=local)
             removed += self._node.call("DeleteObjects", request, pb.ObjectsRemoved, again=False).removed
         return removed
 
-    def clear(self, prefix: str, salt: str = "") -> int:
+    def clear(self, prefix: str, salt: str = "", *, local: bool = False) -> int:
         """Delete all objects of this salt whose key begins with ``prefix``, and return their number."""
         encode_prefix(prefix)
-        request = pb.ClearObjectsRequest(prefix=prefix, salt=check_text(salt, "salt"))
+        request = pb.ClearObjectsRequest(prefix=prefix, salt=check_text(salt, "salt"), local=local)
         return int(self._node.call("ClearObjects", request, pb.ObjectsRemoved, again=False).removed)
 
     def object_keys(self, salt: str = "") -> NoReturn:

@@ -96,7 +96,7 @@ class ObjectCalls:
     async def delete(self, call: Call, message: bytes) -> bytes:
         """Delete the values of these keys."""
         request = _keys(call, message)
-        removed = await call.wait(self._store.delete, list(request.keys), request.salt)
+        removed = await call.wait(partial(self._store.delete, list(request.keys), request.salt, local=request.local))
         return pb.ObjectsRemoved(removed=removed).SerializeToString()
 
     async def clear(self, call: Call, message: bytes) -> bytes:
@@ -104,7 +104,7 @@ class ObjectCalls:
         request = parse(pb.ClearObjectsRequest, message)
         check_text("salt", request.salt)
         call.caller.check_salt(request.salt)
-        removed, steps = 0, self._store.clear_in_steps(request.prefix, request.salt)
+        removed, steps = 0, self._store.clear_in_steps(request.prefix, request.salt, request.local)
         while (count := await call.wait(next, steps, None)) is not None:
             removed += count
         return pb.ObjectsRemoved(removed=removed).SerializeToString()

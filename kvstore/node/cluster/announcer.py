@@ -18,10 +18,15 @@ from kvstore.cluster.directory_messages import pack_announce, unpack_announced
 from kvstore.cluster.directory_owner import IDLE_S
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
+from kvstore.cluster.tombstone_plan import TombstonePlan
 from kvstore.errors import KVStoreError, TooManyCalls, Unavailable
+from kvstore.model.tombstones import Tombstone
 from kvstore.node.node import Node
 from kvstore.node.page_feed import PageFeed
+from kvstore.state import events as ev
 from kvstore.wire.data import FrameKind
+from kvstore.wire.object_messages import BURIED_MAX, pack_bury
+from kvstore.wire.tombstones import TOMBSTONE_BYTES, unpack_tombstones
 
 ANSWER_S: Final = 1.0
 PAGES_PER_S: Final = 500_000  # at most
@@ -73,6 +78,7 @@ class Announcer:
         run = boundary.thread_loop("task/announcer", self._turn, self._stopping)
         self._thread = threading.Thread(target=run, name="announcer", daemon=True)
         self.counters: Counter[str] = Counter()
+        self._tombstones = TombstonePlan()
         self._restart()
 
     def _restart(self) -> None:
@@ -171,13 +177,47 @@ class Announcer:
             if batch is not None and self._send(peer, owner, batch):
                 self._sent_s[name] = now_s
                 sent = max(sent, len(batch.marks))
+            self._exchange_tombstones(peer, owner)
         return sent
+
+    def _exchange_tombstones(self, peer: PoolNode, owner: _Owner) -> None:
+        """Send an owner the tombstones that it does not have, and delete the objects that it has tombstones of."""
+        placement, tombstones = self._plan.placement, self._node.state.objects.tombstones
+        start, last = self._tombstones.start(peer.name, peer.process, placement), tombstones.last
+        if start == last and not owner.has_tombstones:
+            return
+        new = self._node.look(lambda performer, state: state.objects.tombstones.since(start)) if start < last else []
+        mine = self._tombstones.for_owner(peer.name, placement, new)
+        try:
+            for first in range(0, max(1, len(mine)), BURIED_MAX):
+                self._bury(peer, mine[first : first + BURIED_MAX])
+        except KVStoreError as error:
+            owner.fail(error)
+            self.counters["failed"] += 1
+            return
+        self._tombstones.note_sent(peer.name, peer.process, placement, last)
+        owner.has_tombstones = False
+
+    def _bury(self, peer: PoolNode, tombstones: list[Tombstone]) -> None:
+        """Send an owner some tombstones, and take those that it returns. Raises KVStoreError if it does not answer."""
+        body = pack_bury(self._name, self._daemon, tombstones, time.monotonic_ns())
+        deadline_s = time.monotonic() + ANSWER_S
+        reply = self._links.call(
+            peer,
+            deadline_s,
+            lambda connection: connection.call(FrameKind.BURY, body, reply=FrameKind.BURIED, deadline_s=deadline_s),
+        )
+        now_ns = time.monotonic_ns()
+        theirs = unpack_tombstones(reply, len(reply) // TOMBSTONE_BYTES, now_ns)
+        if theirs:
+            self._node.handle(ev.Bury(now_ns, theirs))
+            self.counters["tombstones"] += len(theirs)
 
     def _send(self, peer: PoolNode, owner: _Owner, batch: AnnounceBatch) -> bool:
         deadline_s = time.monotonic() + ANSWER_S
         try:
             body = pack_announce(batch, self._daemon)
-            next_number = self._links.call(
+            next_number, tombstones = self._links.call(
                 peer,
                 deadline_s,
                 lambda connection: unpack_announced(
@@ -190,6 +230,7 @@ class Announcer:
             return False
         owner.succeed()
         self._plan.take_answer(peer.name, batch, next_number)
+        owner.has_tombstones = tombstones > 0
         self.counters["batches"] += 1
         self.counters["entries"] += len(batch.marks)
         return True
@@ -203,6 +244,7 @@ class _Owner:
         process: the data server's number at the last try.
         next_s: the earliest time of the next try. Pauses grow while tries fail.
         full: the owner answered that it has too many connections.
+        has_tombstones: the owner answered that it has tombstones for this node.
     """
 
     def __init__(self, name: str) -> None:
@@ -211,6 +253,7 @@ class _Owner:
         self.process = ""
         self.next_s = 0.0
         self.full = False
+        self.has_tombstones = False
 
     def is_due(self, process: str, now_s: float) -> bool:
         """Return whether an announcement may be sent now. A new process of the owner is tried at once."""

@@ -37,7 +37,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unauthentic
 from kvstore.limits import UNKNOWN_PART
 from kvstore.node.cluster.copy_handler import CopyHandler
 from kvstore.node.cluster.directory_shell import DirectoryShell
-from kvstore.node.cluster.object_handlers import ObjectsHandler
+from kvstore.node.cluster.object_handlers import ForgetHandler, KeysHandler, ObjectsHandler
 from kvstore.node.cluster.page_handlers import CheckHandler, HoldHandler, LendHandler, ReadHandler
 from kvstore.server import lifecycle
 from kvstore.server.certificates import ServerCertificate
@@ -236,6 +236,8 @@ def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str
     by_kind: dict[FrameKind, Handler] = {
         FrameKind.READ: read,
         FrameKind.OBJECTS: ObjectsHandler(node, read.below),
+        FrameKind.KEYS: KeysHandler(node),
+        FrameKind.FORGET: ForgetHandler(node, directory.keep_tombstones, read.below),
         FrameKind.HOLD: HoldHandler(node),
         FrameKind.CHECK: CheckHandler(node),
     }

@@ -1,4 +1,4 @@
-"""The part of the directory that this node owns: FIND, ANNOUNCE, LIST and STATUS of its data server."""
+"""The part of the directory that this node owns: FIND, ANNOUNCE, BURY, LIST and STATUS of its data server."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ from kvstore.cluster.membership import Membership
 from kvstore.cluster.peer_links import PeersFile, PoolView
 from kvstore.errors import PermissionDenied
 from kvstore.limits import ALONE, Owner, ThreadShares
-from kvstore.model.prefix import Fingerprints, veil_of
+from kvstore.model.prefix import Fingerprints, fingerprint, veil_of
+from kvstore.model.tombstones import Tombstone
 from kvstore.server.certificates import ktls_missing
 from kvstore.wire.data import FrameKind
+from kvstore.wire.object_messages import BURIED_MAX, unpack_bury
+from kvstore.wire.tombstones import pack_tombstones
 
 DECIDED: Final = boundary.StateGuard("state/directory")  # held while the directory changes; lookups do not need it
 LOOK_S: Final = 0.5  # how often members are checked if the list stays the same
@@ -66,6 +69,7 @@ class DirectoryShell:
         return {
             FrameKind.FIND: self.find,
             FrameKind.ANNOUNCE: self.announce,
+            FrameKind.BURY: self.bury,
             FrameKind.LIST: self.list,
             FrameKind.STATUS: self.send_status,
         }
@@ -92,15 +96,42 @@ class DirectoryShell:
     def announce(self, exchange: Exchange, body: memoryview) -> None:
         """Answer ANNOUNCE. Raises PermissionDenied if the caller is not that node."""
         batch, daemon = unpack_announce(body)
-        nodes = self.members.nodes() if self.members is not None else []
-        process = next((each.process for each in nodes if each.name == batch.node), "")
-        if not exchange.caller.operator or process != f"{daemon:016x}":
-            raise PermissionDenied(f"only {batch.node[:80]} may announce its pages, with the number in the catalog")
+        self._check_node(exchange, batch.node, daemon)
         with self._turns.turn(exchange.caller, TURN_WAIT_S):
             now_s = self._look()
             with DECIDED:
                 next_number = self._owner.apply(batch, now_s)
-        exchange.reply(FrameKind.ANNOUNCED, pack_announced(next_number))
+                wanted = len(self._owner.tombstones_for(batch.node, now_s))
+        exchange.reply(FrameKind.ANNOUNCED, pack_announced(next_number, wanted))
+
+    def _check_node(self, exchange: Exchange, node: str, daemon: int) -> None:
+        """Raise PermissionDenied unless the caller is this node."""
+        nodes = self.members.nodes() if self.members is not None else []
+        process = next((each.process for each in nodes if each.name == node), "")
+        if not exchange.caller.operator or process != f"{daemon:016x}":
+            raise PermissionDenied(f"only {node[:80]} may announce its pages, with the number in the catalog")
+
+    def bury(self, exchange: Exchange, body: memoryview) -> None:
+        """Answer BURY. Raises PermissionDenied if the caller is not that node."""
+        node, daemon, tombstones = unpack_bury(body, time.monotonic_ns())
+        self._check_node(exchange, node, daemon)
+        self._keep(exchange, tombstones, node)
+        with self._turns.turn(exchange.caller, TURN_WAIT_S):
+            now_s = self._look()
+            wanted = self._owner.tombstones_for(node, now_s)[:BURIED_MAX]
+        exchange.reply(FrameKind.BURIED, pack_tombstones(wanted, time.monotonic_ns()))
+
+    def keep_tombstones(self, exchange: Exchange, tombstones: list[Tombstone]) -> None:
+        """Keep tombstones that a client decided, to return them to nodes that have older objects."""
+        self._keep(exchange, tombstones, "")
+
+    def _keep(self, exchange: Exchange, tombstones: list[Tombstone], node: str) -> None:
+        secret = self.members.secret if self.members is not None else None
+        if secret is None or not tombstones:
+            return
+        pages = [fingerprint(each.key) ^ veil_of(secret, each.root) for each in tombstones]
+        with self._turns.turn(exchange.caller, TURN_WAIT_S), DECIDED:
+            self._owner.bury(tombstones, pages, node)
 
     def list(self, exchange: Exchange, body: memoryview) -> None:
         """Answer LIST. Raises PermissionDenied if the caller is not a node or an operator."""

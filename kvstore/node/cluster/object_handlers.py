@@ -1,4 +1,4 @@
-"""Answers to other nodes about opaque objects of this node: OBJECTS (see ``wire.object_messages``).
+"""Answers to other nodes about opaque objects of this node: OBJECTS, FORGET and KEYS (see ``wire.object_messages``).
 
 Values in memory are sent from their frames: the kernel copies them, and after that the frames' generations are compared
 again. Other values are read page by page into memory of this process, a few MiB at a time.
@@ -7,40 +7,44 @@ again. Other values are read page by page into memory of this process, a few MiB
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final
 
 from kvstore.client.buffers import Rows
 from kvstore.client.local.frame_copies import PageFrame
 from kvstore.client.local.index_lookup import lost_members
 from kvstore.client.local.node import LocalNode, MappedNode
-from kvstore.client.local.object_batches import (
-    DramHeads,
-    ProvenHead,
-    find_lower_heads,
-    find_pieces,
-)
-from kvstore.client.local.objects import LocalObjects
+from kvstore.client.local.object_batches import DramHeads, ProvenHead, find_lower_heads, find_pieces, wall_ns
+from kvstore.client.local.objects import LocalObjects, bury
 from kvstore.client.local.store import LocalStore
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.cluster.data_connection import Buffer, Exchange
 from kvstore.device.host_memory import empty
-from kvstore.errors import TooManyCalls
+from kvstore.errors import InvalidRequest, TooManyCalls
 from kvstore.limits import ThreadShares
-from kvstore.model.objects import HEAD_TAG, NO_GROUP, object_root, pieces_of
-from kvstore.model.replica import EXTRA, STAMPED
+from kvstore.model.objects import HEAD_TAG, NO_GROUP, key_hash, object_root, pieces_of, stamp_of
+from kvstore.model.replica import EXTRA, STAMPED, Status
+from kvstore.model.tombstones import TOMBSTONE_S, Tombstone
 from kvstore.node.cluster.page_handlers import NVME_BYTES, NVME_WAIT_S, SendWatch
 from kvstore.wire.data import RANGE_BYTES, FrameKind
 from kvstore.wire.object_messages import (
+    NAMES_MAX,
+    NamesState,
     ObjectFacts,
     ObjectPart,
     ObjectsRequest,
+    pack_forgotten,
     pack_heads,
+    pack_names,
     pack_parts,
     page_sum,
+    unpack_keys,
     unpack_objects,
 )
 
+BURY_S: Final = 2.0  # for the daemon to delete up to 512 objects
+AHEAD_MAX_NS: Final = 600 * 10**9  # stamps of other machines may be this far ahead of this machine's clock
 _STAMPED_BIT: Final = STAMPED << 48
 _NONCE: Final = slice(EXTRA.start + len(HEAD_TAG), EXTRA.stop)
 
@@ -70,6 +74,73 @@ class ObjectsHandler:
         exchange.reply(FrameKind.HEADS, pack_heads(reply.facts))
         reply.send()
         exchange.reply(FrameKind.VALID, bytes(reply.valid))
+
+
+Bury = Callable[[Exchange, list[Tombstone]], None]
+"""Keeps tombstones in the part of the directory that this data server owns."""
+
+
+class ForgetHandler:
+    """The handler of FORGET of one node, for all threads. Tombstones are kept by the daemon, and by the directory even
+    if the daemon does not answer.
+
+    Args:
+        bury: see ``Bury``.
+        below: as for ``ObjectsHandler``.
+    """
+
+    def __init__(self, node: LocalNode, bury: Bury, below: ThreadShares) -> None:
+        self._node = node
+        self._bury = bury
+        self._store = LocalStore(node)
+        self._below = below
+
+    def __call__(self, exchange: Exchange, body: memoryview) -> None:
+        """Delete older objects. Raises InvalidRequest, PermissionDenied, and Unavailable if the daemon does not
+        answer."""
+        request = unpack_objects(body)
+        exchange.caller.check_salt(request.salt)
+        if max(request.limits) > wall_ns() + AHEAD_MAX_NS:
+            raise InvalidRequest("stamps", f"must not be in the future (got {max(request.limits)})")
+        root, until_ns = object_root(request.salt), time.monotonic_ns() + TOMBSTONE_S * 10**9
+        positions = [at for at, stamp in enumerate(request.limits) if stamp]
+        keys = [key_hash(root, request.names[at]) for at in positions]
+        tombstones = [
+            Tombstone(key, root, request.limits[at], until_ns) for at, key in zip(positions, keys, strict=True)
+        ]
+        deleted = [False] * len(request.names)
+        if tombstones:
+            self._bury(exchange, tombstones)
+            for at, status in zip(positions, bury(self._node, tombstones, BURY_S), strict=True):
+                deleted[at] = status in (Status.OK, Status.BUSY)  # BUSY: the daemon deletes it soon
+        mapped, stamps = self._node.mapped(), [0] * len(request.names)
+        if mapped is not None:
+            no_values = replace(request, limits=[0] * len(request.names))
+            facts = _Reply(exchange, no_values, mapped, self._store, self._below).facts
+            stamps = [stamp_of(its.nonce) if its is not None else 0 for its in facts]
+        exchange.reply(FrameKind.FORGOTTEN, pack_forgotten(deleted, stamps))
+
+
+class KeysHandler:
+    """The handler of KEYS of one node, for all threads."""
+
+    def __init__(self, node: LocalNode) -> None:
+        self._store = LocalStore(node)
+
+    def __call__(self, exchange: Exchange, body: memoryview) -> None:
+        """Send the keys that begin with the prefix, at most ``NAMES_MAX``. Raises InvalidRequest, PermissionDenied."""
+        salt, prefix = unpack_keys(body)
+        exchange.caller.check_salt(salt)
+        count, state = 0, NamesState.COMPLETE
+        for names in self._store.names_in_steps(salt, prefix):
+            part = names[: NAMES_MAX - count]
+            count += len(part)
+            for packed in pack_names(part, NamesState.CONTINUES):
+                exchange.reply(FrameKind.NAMES, packed)
+            if count == NAMES_MAX:
+                state = NamesState.CUT
+                break
+        exchange.reply(FrameKind.NAMES, *pack_names([], state))
 
 
 class _Reply:

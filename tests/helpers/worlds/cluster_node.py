@@ -67,6 +67,7 @@ class SimNode:
         self.log: list[tuple[int, Entries]] = []
         self.seq, self.after = 0, 0
         self.told_s: dict[str, float] = {}
+        self.offered: dict[str, int] = {}  # tombstones that an owner has for this node
         self.daemon = self.world.number()
         self.world.task(self.name, self.follow(self.daemon))
 
@@ -152,7 +153,7 @@ class SimNode:
         answers = yield calls
         for (owner, batch), answer in zip(sent, answers, strict=True):
             if answer is not None and self.daemon == daemon:
-                wanted = unpack_announced(answer)
+                wanted, self.offered[owner] = unpack_announced(answer)
                 world.counts["again"] += wanted == -1
                 world.counts["entries"] += len(batch.marks)
                 self.announcing.take_answer(owner, batch, wanted)
@@ -166,7 +167,7 @@ class SimNode:
         told, _ = unpack_announce(body)
         wanted = self.owner.apply(told, self.world.now_s)
         assert self.owner.directory.nbytes <= DIRECTORY_BYTES, "an owner's memory is bounded"
-        return pack_announced(wanted)
+        return pack_announced(wanted, len(self.owner.tombstones_for(told.node, self.world.now_s)))
 
     def find(self, body: bytes) -> bytes:
         """Answer FIND."""
