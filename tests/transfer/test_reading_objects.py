@@ -222,7 +222,7 @@ def test_a_tombstone_deletes_older_values_and_refuses_older_copies(store: Store,
     assert not any(store.contains(keys))
     old = [its.nonce for its in facts if its is not None]
     sources = [Scattered([value]) for value in VALUES]
-    put = ObjectsPut(local.writable(), object_root(""), NAMES, sources, False, True, NO_GROUP, old)
+    put = ObjectsPut(local.writable(), object_root(""), NAMES, sources, False, True, [NO_GROUP] * len(NAMES), old)
     assert put.result() == [False] * len(NAMES) and not any(store.contains(keys))
     assert store.put_many(keys, VALUES) == [True] * len(NAMES), "a new put is later than every tombstone of the node"
     now = [its for its in remote.pool.find("", NAMES) if its is not None]

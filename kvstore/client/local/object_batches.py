@@ -18,7 +18,6 @@ which also shows why an object cannot be stored.
 
 from __future__ import annotations
 
-import secrets
 import struct
 import time
 from collections import deque
@@ -38,6 +37,7 @@ from kvstore.client.local.index_lookup import Member, complete_groups, find_publ
 from kvstore.client.local.node import MappedNode
 from kvstore.client.local.publisher import PendingReply
 from kvstore.client.local.put import LocalPut, SealBatch
+from kvstore.client.local.stamps import new_nonces, new_stamp
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.client.local.verify_hit import Run
 from kvstore.client.value_buffers import Scattered
@@ -45,14 +45,12 @@ from kvstore.device.host_memory import copy
 from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import (
     NO_GROUP,
-    RANDOM_BYTES,
     About,
     HeadRows,
     ObjectGroup,
     class_for,
     is_object_class,
     key_hash,
-    make_nonces,
     pieces_of,
     read_row,
 )
@@ -429,22 +427,6 @@ def stored_head(mapped: MappedNode, root: bytes, name: bytes) -> ProvenHead | No
     except IndexDamaged:
         pass  # the daemon rebuilds the index under a new epoch
     return None
-
-
-def wall_ns() -> int:
-    """Return the time of this machine's clock, in nanoseconds since the epoch."""
-    return time.time_ns()
-
-
-def new_stamp(mapped: MappedNode, known: int = 0) -> int:
-    """Return a stamp for a put or a deletion that is decided now. The stamp is later than ``known``, and than every
-    tombstone of the node, even if the clock of another machine is ahead."""
-    return max(wall_ns(), mapped.header.object_stamp + 1, known + 1)
-
-
-def new_nonces(stamp: int, count: int) -> list[bytes]:
-    """Return nonces of values that are put with this stamp."""
-    return make_nonces(stamp, secrets.token_bytes(RANDOM_BYTES * count))
 
 
 def plan_object(

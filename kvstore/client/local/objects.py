@@ -21,14 +21,13 @@ from kvstore.client.local.object_batches import (
     ProvenHead,
     find_head,
     find_heads,
-    new_nonces,
-    new_stamp,
     plan_object,
     read_objects,
     stored_head,
     stored_heads,
 )
 from kvstore.client.local.peer_reads import LOCAL_WAIT_S
+from kvstore.client.local.stamps import new_nonces, new_stamp
 from kvstore.client.objects import ObjectVerbs, as_scattered, listed, names_of, root_of_salt, sources_of, target_of
 from kvstore.client.value_buffers import Scattered
 from kvstore.device.host_memory import empty

@@ -15,8 +15,9 @@ from kvstore.client.buffers import Rows
 from kvstore.client.local.frame_copies import PageFrame
 from kvstore.client.local.index_lookup import lost_members
 from kvstore.client.local.node import LocalNode, MappedNode
-from kvstore.client.local.object_batches import DramHeads, ProvenHead, find_lower_heads, find_pieces, wall_ns
+from kvstore.client.local.object_batches import DramHeads, ProvenHead, find_lower_heads, find_pieces
 from kvstore.client.local.objects import LocalObjects, bury
+from kvstore.client.local.stamps import wall_ns
 from kvstore.client.local.store import LocalStore
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.cluster.data_connection import Buffer, Exchange
