@@ -20,7 +20,7 @@ from kvstore.shm.folder import NodeFolder
 HEADER_BYTES: Final = 4096
 FORMAT_VERSION: Final = 4  # of all files of a node's folder that have no version of their own
 _MAGIC: Final = int.from_bytes(b"KVSTORE1", "little")
-_WORDS: Final = 20  # number of words in use
+_WORDS: Final = 21  # number of words in use
 
 
 class DaemonState(IntEnum):
@@ -71,6 +71,7 @@ class Header:
     mounts = _Word(17)  # number of mounted segments, see ``mounted``
     replicas = _Word(18)  # on how many nodes clients store a page unless they say otherwise; 0: the node is in no pool
     object_stamp = _Word(19)  # stamps up to this one are in tombstones: new objects get later stamps
+    contact = _Word(20)  # when the node last had contact with its pool, in minutes since the epoch; 0: never
 
     def __init__(self, path: Path, map_: mmap.mmap) -> None:
         self.path = path

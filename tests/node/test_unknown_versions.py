@@ -94,5 +94,5 @@ def test_a_start_over_a_target_of_another_version_is_refused_in_words(machine: M
     refused = machine.spawn("n", **flags)
     assert refused.wait() != 0
     said = refused.errors.read_text()
-    assert "kv: must have format 3 (got 9); --format" in said and "Traceback" not in said, said
+    assert "kv: must have format 4 (got 9); --format" in said and "Traceback" not in said, said
     assert path.read_bytes() == before, "nothing was changed"

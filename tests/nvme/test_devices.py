@@ -195,7 +195,7 @@ def foreign(disk: MemoryDisk, what: str) -> None:
         ("a file system made over it", "is a kvstore target at one end only"),
         ("another's end", "is a kvstore target at one end only"),
         ("both tables", "both copies of its extent table are damaged"),
-        ("next version", "must have format 3 .got 9."),
+        ("next version", "must have format 4 .got 9."),
     ],
 )
 def test_what_is_not_ours_is_left_alone(what: str, reason: str) -> None:

@@ -88,7 +88,7 @@ class Machine:
         LABELS[self.name] = name
         self.cache = store.cache(LAYOUT)
         folder = self.node.performer.folder
-        self.view = ViewKeeper(folder, "pool", members)
+        self.view = ViewKeeper(folder, "pool", members, ())
         self.links = PeerLinks("pool", self.name)
         self.peers = PeersFile(folder.path)
         number, incarnation = schema.new_process(), f"{self.node.incarnation:016x}"

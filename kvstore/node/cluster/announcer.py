@@ -21,6 +21,7 @@ from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
 from kvstore.cluster.tombstone_plan import TombstonePlan
 from kvstore.errors import KVStoreError, TooManyCalls, Unavailable
 from kvstore.model.tombstones import Tombstone
+from kvstore.node.cluster.contact import Contact
 from kvstore.node.node import Node
 from kvstore.node.page_feed import PageFeed
 from kvstore.state import events as ev
@@ -79,6 +80,8 @@ class Announcer:
         self._thread = threading.Thread(target=run, name="announcer", daemon=True)
         self.counters: Counter[str] = Counter()
         self._tombstones = TombstonePlan()
+        self._contact = Contact(node)
+        self._has_contact = False  # since the last turn
         self._restart()
 
     def _restart(self) -> None:
@@ -144,23 +147,53 @@ class Announcer:
         return "; ".join(faults[:FAULTS_MAX]) + more
 
     def _turn(self) -> None:
-        view = self._peers.look()
+        view, sent = self._peers.look(), 0
         try:
             with contextlib.suppress(Unavailable):  # the node is stopping
-                self._follow(view)
-            sent = self._send_batches(view) if view is not None else 0
+                if view is not None and self._is_current(view):
+                    self._follow(view)
+                    sent = self._send_batches(view)
         except Exception:
             self._restart()
             raise
+        if self._has_contact and not self._contact.is_away:
+            self._contact.note()
+        self._has_contact = False
         self._turn_s = time.monotonic()
         self._stopping.wait(sent / PAGES_PER_S if self._plan.queued else pause_s(len(self._plan.owners)))
 
-    def _follow(self, view: PoolView | None) -> None:
+    def _is_current(self, view: PoolView) -> bool:
+        """Return whether the node may announce its pages. A node that was away from the pool for a long time first has
+        to reach another node, and to drop its old objects. Raises Unavailable if the node is stopping."""
+        others = [peer for name, peer in view.peers.items() if name != self._name]
+        if not others and boot_s() <= view.heard_s + self._fault_after_s:
+            self._has_contact = True
+        if not self._contact.is_away:
+            return True
+        self._has_contact = self._has_contact or any(self._answers(peer) for peer in others)
+        if not self._has_contact or not self._contact.drop_old_objects():
+            return False
+        self._contact.note()
+        return True
+
+    def _answers(self, peer: PoolNode) -> bool:
+        deadline_s = time.monotonic() + ANSWER_S
+        try:
+            self._links.call(
+                peer,
+                deadline_s,
+                lambda link: link.call(FrameKind.PING, reply=FrameKind.PONG, deadline_s=deadline_s),
+            )
+        except KVStoreError:
+            return False
+        return True
+
+    def _follow(self, view: PoolView) -> None:
         secret = self._members.secret
-        listed = view is not None and secret is not None and view.lists(self._node.incarnation)
+        listed = secret is not None and view.lists(self._node.incarnation)
         if listed:
             self._listed_s = time.monotonic()
-        self._plan.members(view.peers if listed and view is not None else ())
+        self._plan.members(view.peers if listed else ())
         self._feed.veil(secret)
         self._feed.follow()
 
@@ -229,6 +262,7 @@ class Announcer:
             self.counters["failed"] += 1
             return False
         owner.succeed()
+        self._has_contact = self._has_contact or peer.name != self._name
         self._plan.take_answer(peer.name, batch, next_number)
         owner.has_tombstones = tombstones > 0
         self.counters["batches"] += 1

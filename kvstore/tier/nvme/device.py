@@ -37,6 +37,7 @@ from kvstore.tier.nvme.target import NO_EXTENTS, extents_in_tail, open_target, r
 
 __all__ = ["ExtentOnDisk", "NvmeDevice"]
 
+CONTACT_MINUTES = 10  # between two notes of a contact
 log = logging.getLogger("kvstore.nvme")
 
 
@@ -332,6 +333,20 @@ class NvmeDevice:
         blocks = aligned_buffer(geometry.directory_bytes(extent.frame_class, extent.frames))
         self.disk.read(self.superblock.data_start + position * self.extent_bytes, [blocks])
         return unpack_directory(self.incarnation, extent, blocks)
+
+    # --- contact of the owner with its pool -------------------------------------------------------------------------
+
+    @property
+    def contact(self) -> int | None:
+        """When the owner last had contact with its pool, in minutes since the epoch; 0 for never. None if the device
+        has no extents, so that nothing on it can be outdated."""
+        return self._table.contact if self.extents else None
+
+    def note_contact(self, minute: int) -> None:
+        """Store the time of a contact durably, unless the stored one is nearly as late. Raises OSError."""
+        with self._table_mutex:
+            if minute - self._table.contact >= CONTACT_MINUTES:
+                self._store(replace(self._table, contact=minute))
 
     # --- daily writes -----------------------------------------------------------------------------------------------
 

@@ -223,6 +223,16 @@ class NvmeDevices:
         """See ``NvmeDevice``. The bytes are counted for the set, and stored on its first device."""
         self.devices[0].add_written(day, nbytes)
 
+    @property
+    def contact(self) -> int | None:
+        """The earliest ``contact`` of the devices; None if all are empty."""
+        return min((minute for device in self.devices if (minute := device.contact) is not None), default=None)
+
+    def note_contact(self, minute: int) -> None:
+        """Store the time of a contact on every device, see ``NvmeDevice.note_contact``. Raises OSError."""
+        for device in self.devices:
+            device.note_contact(minute)
+
     def written_today(self, day: int) -> int:
         """See ``NvmeDevice``. Return the sum of all devices."""
         return sum(device.written_today(day) for device in self.devices)

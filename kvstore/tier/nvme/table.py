@@ -33,7 +33,7 @@ from kvstore.model.replica import FrameClass
 from kvstore.tier.nvme import geometry
 from kvstore.tier.nvme.disk import BLOCK_BYTES, aligned_buffer
 
-VERSION: Final = 3
+VERSION: Final = 4
 OWNER_BYTES: Final = 64  # size of a node's name
 TABLE_AT: Final = BLOCK_BYTES
 _SUPER_MAGIC: Final = b"KVNVME01"
@@ -42,7 +42,8 @@ _DIRECTORY_MAGIC: Final = b"KVDIREC1"
 # magic, version, complete, incarnation, owner, size, extent, positions, table bytes. The sum covers the entire block,
 # so that a file system made over it is noticed. It is in the same sector as these fields, so both are written or none.
 _SUPER = struct.Struct("<8sIIQ64sQQQQ")
-_TABLE_HEAD = struct.Struct("<8s6QQ")  # magic, incarnation, sequence, starts, day, bytes of it, positions, sum
+# magic, incarnation, sequence, starts, day, minute of the last contact, bytes of the day, positions, sum
+_TABLE_HEAD = struct.Struct("<8s3QII2QQ")
 _DIRECTORY_HEAD = struct.Struct("<8sQQQ24xQ")  # magic, incarnation, extent, frames, sum
 _SECRET_AT: Final = 128
 _SUM_AT: Final = 512 - 8
@@ -150,6 +151,7 @@ class Table:
     day: int
     day_bytes: int
     entries: npt.NDArray[np.void]
+    contact: int = 0  # when the owner last had contact with its pool, in minutes since the epoch; 0 for never
 
     @classmethod
     def empty(cls, positions: int) -> Table:
@@ -183,8 +185,8 @@ class Table:
         """Return one slot in its format on disk, page-aligned."""
         block = aligned_buffer(superblock.table_bytes)
         head = _TABLE_HEAD.pack(
-            *(_TABLE_MAGIC, superblock.incarnation, self.sequence, self.starts, self.day, self.day_bytes),
-            *(len(self.entries), 0),
+            *(_TABLE_MAGIC, superblock.incarnation, self.sequence, self.starts, self.day, self.contact),
+            *(self.day_bytes, len(self.entries), 0),
         )
         entries = np.ascontiguousarray(self.entries).view(np.uint8)
         block[: len(head)] = np.frombuffer(head, np.uint8)
@@ -195,13 +197,14 @@ class Table:
     @classmethod
     def unpacked(cls, block: Bytes, superblock: Superblock) -> Table | None:
         """Parse a slot; return None if it is torn, damaged or from another incarnation."""
-        magic, incarnation, sequence, starts, day, day_bytes, positions, total = _TABLE_HEAD.unpack_from(block.data)
+        head = _TABLE_HEAD.unpack_from(block.data)
+        magic, incarnation, sequence, starts, day, contact, day_bytes, positions, total = head
         if magic != _TABLE_MAGIC or (incarnation, positions) != (superblock.incarnation, superblock.positions):
             return None
         end = _TABLE_HEAD.size + positions * ENTRY.itemsize
         if _table_sum(block, end) != total:
             return None
-        return cls(sequence, starts, day, day_bytes, block[_TABLE_HEAD.size : end].copy().view(ENTRY))
+        return cls(sequence, starts, day, day_bytes, block[_TABLE_HEAD.size : end].copy().view(ENTRY), contact)
 
 
 def pack_directory(incarnation: int, extent: ExtentOnDisk, rows: Bytes) -> tuple[Bytes, int]:
