@@ -169,6 +169,9 @@ def test_the_values_of_a_group_are_there_together_or_not_at_all(machine: Machine
     assert store.remove("a/k") == 0 and store.batch_is_exist(["a/v", "a/other", "b/k"]) == [0, 1, 1]
     assert put(["c/k", "d/k", "c/v", "d/v"], ["c", "d", "c", "d"], bad="c/v") == [*(INVALID_PARAMS, 0)] * 2
     assert store.batch_is_exist(["c/k", "c/v", "d/k", "d/v"]) == [0, 0, 1, 1]
+    long = "l" * 2000
+    assert put(["i/k", "i/v", "i/x", long, "j/k"], ["i", "i", "i", "j", "j"]) == [0] * 3 + [INVALID_PARAMS] * 2
+    assert store.batch_is_exist(["i/k", "i/v", "i/x", "j/k"]) == [1, 1, 1, 0], "one group does not affect the others"
     assert put(["e"], []) == [0] and put(["f", "g"], ["f"]) == [INVALID_PARAMS] * 2
     assert store.put("h" * 2000, b"x", ReplicateConfig(group_ids=["h"])) == INVALID_PARAMS
     for number in range(60):  # more than fits

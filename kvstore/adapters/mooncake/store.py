@@ -14,7 +14,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -324,11 +323,15 @@ class MooncakeDistributedStore:
         if group_ids and len(group_ids) != len(keys):
             _log.error("put: group_ids must be one per key, %d (got %d)", len(keys), len(group_ids))
             return [INVALID_PARAMS] * len(keys)
-        values_by_key = dict(zip(keys, values, strict=True))
-        codes: dict[str, int] = {}
-        for group_id, members in _groups(keys, group_ids).items():
-            put = partial(self._put_group, group_id) if group_id else self._put_each
-            codes |= put({key: values_by_key[key] for key in members})
+        valid = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
+        values_by_key = {key: valid.get(key) for key in keys}
+        groups = _groups(keys, group_ids)
+        codes = self._put_each({key: values_by_key[key] for key in groups.pop("")})
+        members = {group_id: {key: values_by_key[key] for key in its} for group_id, its in groups.items()}
+        for group_id, its in list(members.items()):
+            if any(value is None for value in its.values()):  # a group is stored as a whole or not at all
+                codes |= dict.fromkeys(members.pop(group_id), INVALID_PARAMS)
+        codes |= self._put_groups(members) if members else {}
         if config.with_soft_pin or config.with_hard_pin:
             stored = [key for key, code in codes.items() if code == OK]
             self._pin(stored, HARD_PIN_S if config.with_hard_pin else SOFT_PIN_S)
@@ -359,21 +362,32 @@ class MooncakeDistributedStore:
             codes |= {key: OK for key, answer in zip(valid, answers, strict=True) if answer == 1}
         return codes
 
-    def _put_group(self, group_id: str, values: dict[str, Any]) -> dict[str, int]:
-        """Store these values as one group, and return their codes. All of them are stored, or none. Existing values
-        stay in the groups that they have."""
+    def _put_groups(self, groups: dict[str, dict[str, Any]]) -> dict[str, int]:
+        """Store the values of these groups by key, and return their codes. A group is stored as a whole or not at all.
+        Existing values stay in the groups that they have."""
+        values = {key: value for members in groups.values() for key, value in members.items()}
 
         def put(store: Store) -> int:
-            stored = store.contains(list(values), self._salt, local=True)
-            missing = [key for key, is_stored in zip(values, stored, strict=True) if not is_stored]
-            if missing:
-                name = _group_name(group_id, missing)
-                sources = [values[key] for key in missing]
-                store.put_many(missing, sources, self._salt, group=name, count=len(missing), wait=False)
+            stored = dict(zip(values, store.contains(list(values), self._salt, local=True), strict=True))
+            by_count: dict[int, dict[str, str]] = {}  # number of members -> key -> name of its group
+            for group_id, members in groups.items():
+                missing = [key for key in members if not stored[key]]
+                by_count.setdefault(len(missing), {}).update(dict.fromkeys(missing, _group_name(group_id, missing)))
+            by_count.pop(0, None)
+            for count, names in by_count.items():
+                sources, group = [values[key] for key in names], list(names.values())
+                store.put_many(list(names), sources, self._salt, group=group, count=count, wait=False)
             return OK
 
-        is_valid = not any(value is None for value in values.values())
-        return dict.fromkeys(values, self._call("put", put) if is_valid else INVALID_PARAMS)
+        code = self._call("put", put)
+        if code == INVALID_PARAMS and len(groups) > 1:  # one of the groups has an invalid member
+            parts = [self._put_groups({group_id: members}) for group_id, members in groups.items()]
+            return {key: code for part in parts for key, code in part.items()}
+        codes = dict.fromkeys(values, code)
+        if code not in (OK, INVALID_PARAMS):  # part of the batch may be stored
+            answers = self.batch_is_exist(list(values))
+            codes |= {key: OK for key, answer in zip(values, answers, strict=True) if answer == 1}
+        return codes
 
     def _pin(self, keys: Sequence[str], ttl_s: float) -> None:
         """Pin stored values. If the node refuses a pin, which is logged, the other values are not pinned either."""
