@@ -321,7 +321,7 @@ def hint_in(info: int) -> int:
     return info >> _HINT_SHIFT & _HINT_MASK
 
 
-def byte_in(info: int) -> int:
+def hint_byte_in(info: int) -> int:
     """Return the hint byte of the page as its writer sent it: the retention hint, and ``retention.REPLICATED``."""
     return hint_in(info) | (info & REPLICATED_INFO) >> _REPLICATED_SHIFT - 7
 

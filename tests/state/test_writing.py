@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.model.replica import Address, FrameClass, FrameState, Status
+from kvstore.model.replica import FETCH_GROUP, Address, FrameClass, FrameState, Status, hint_byte_in, hint_in
+from kvstore.model.retention import REPLICATED
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
 from tests.helpers.worlds.world import MS, Chain, World
@@ -322,4 +323,37 @@ def test_a_session_that_opens_again_gives_back_what_was_granted_in_a_lost_reply(
     assert len(world.state.sessions[A].granted) == 8
     world.open(A)
     assert world.state.sessions[A].granted == known and world.state.counters["grants_lost"] == 4
+    world.check()
+
+
+# --- second copies on other nodes -------------------------------------------------------------------------------------
+
+
+def test_pages_want_a_second_copy_from_their_seal_on_or_later() -> None:
+    world = node()
+    event = ev.Reserve(world.now_ns, A, SMALL, FETCH_GROUP, 0, 1, TTL_NS, CHAIN.parents[0], CHAIN.rows)
+    event.hints = bytes([REPLICATED, REPLICATED | 3, 0])
+    sealed = world.decide(ev.Seal(world.now_ns, A, 0, reply_of(world.decide(event)).addresses))
+    written = [each for each in sealed if isinstance(each, do.WriteSealed)]
+    assert [each.cause for each in written] == ["copy"] * 3, "a copy is not owed a copy"
+    infos = [each.standings[0] for each in written]
+    assert [hint_byte_in(info) for info in infos] == list(event.hints) and [hint_in(info) for info in infos] == [
+        0,
+        3,
+        0,
+    ]
+
+    addresses = [world.node.index[key] for key in KEYS]
+    asked, *_ = world.decide(ev.WantCopies(world.now_ns, [*KEYS, bytes(16)]))
+    assert asked == do.WriteReplicated(addresses[2:], KEYS[2:]), "the others wanted one before"
+    assert len(world.decide(ev.WantCopies(world.now_ns, KEYS))) == 1, "there is nothing to write"
+    world.check()
+
+
+def test_pages_that_another_node_has_want_a_copy_that_is_not_owed() -> None:
+    world = node()
+    world.grant(A, SMALL, 3)
+    world.put(A, CHAIN)
+    asked, *_ = world.decide(ev.WantCopies(world.now_ns, KEYS, owe=False))
+    assert isinstance(asked, do.WriteReplicated) and len(asked.addresses) == 3 and not asked.keys
     world.check()

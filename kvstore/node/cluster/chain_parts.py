@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore.model.objects import is_object_class
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import EXTRA, IDENTITY_HEAD_BYTES, KEY, Address, FrameClass, Tier, byte_in
+from kvstore.model.replica import EXTRA, IDENTITY_HEAD_BYTES, KEY, Address, FrameClass, Tier, hint_byte_in
 from kvstore.node.node import Node
 from kvstore.node.nvme_pages import identity_row
 from kvstore.node.performer import Performer
@@ -135,7 +135,7 @@ def _locate(performer: Performer, state: NodeState, keys: list[bytes]) -> _Locat
             break
         in_memory = table.fmt.tail
         pages.append((table, address, table.record(address.frame).identity if in_memory else None))
-        hints.append(byte_in(table.info(address.frame)))
+        hints.append(hint_byte_in(table.info(address.frame)))
     if not pages:
         return min(len(keys), ORDER_PAGES)
     table, address, _ = pages[0]

@@ -64,6 +64,7 @@ class Promises:
             do.WriteState: self._state,
             do.WriteLease: self._lease,
             do.WriteStamp: lambda said: self._all_are([said.address], SEALED),
+            do.WriteReplicated: lambda said: self._all_are(said.addresses, SEALED),
             do.Move: self._move,
             do.WriteUse: self._use,
             do.Save: self._copy,
