@@ -31,7 +31,7 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.replica import KEY, Status
 from kvstore.node.cluster.chain_parts import ChainPart, ancestors, read_part
 from kvstore.node.cluster.copy_handler import copy_limit_s
-from kvstore.node.cluster.survey import Survey
+from kvstore.node.cluster.survey import MissingRun, Survey
 from kvstore.node.node import Node
 from kvstore.shm.traffic import TrafficBucket
 from kvstore.wire.data import FrameKind, unpack_end
@@ -94,7 +94,7 @@ class Replicator:
         self._stopping = threading.Event()
         self.survey = Survey(node, peers, links)
         self._survey_tries = 0
-        self._surveyed = False  # whether a survey has found all copies that were owed at the start
+        self._surveyed = False  # whether the queue has all owed copies: a survey has found those that it did not have
         self._threads = [
             threading.Thread(target=boundary.thread_loop(f"task/{name}", turn, self._stopping), name=name, daemon=True)
             for name, turn in [
@@ -122,7 +122,7 @@ class Replicator:
         with self._lock:
             self._take_in()
             if not self._surveyed:
-                return [OWED] * len(keys)  # the daemon has just started, and may owe any page
+                return [OWED] * len(keys)  # the daemon has just started, or the queue was full
             owed = self._owed
             return [OK if not owed.owes(key) else REFUSED if owed.refuses(key) else OWED for key in keys]
 
@@ -151,6 +151,7 @@ class Replicator:
         for parent, keys, page_bytes in self._inbox.take():
             self._owed.owe(parent, keys, page_bytes, now_s)
         lost = self._inbox.lost + self._owed.dropped
+        self._surveyed &= lost == self._lost  # until the next survey, any page may be owed
         if lost > self._lost and len(self._owed) <= OWED_MAX // 2:  # the survey's pages have space
             self._lost = lost
             self._survey_s = min(self._survey_s, now_s + SETTLE_S)
@@ -174,20 +175,31 @@ class Replicator:
         """Owe the pages that want a second copy and that no other node has."""
         with self._lock:
             self._survey_s = math.inf
+            lost = self._lost
         self._survey_tries += 1
         is_last = self._survey_tries >= SURVEY_TRIES
+        runs, is_complete = list[MissingRun](), False
         try:
             runs, is_complete = self.survey.missing(self.counted(), replicated=True, assume_missing=is_last)
+            is_complete |= is_last
         except Unavailable:  # the node is stopping
             return
-        is_complete |= is_last
+        finally:
+            self._finish_survey(runs, is_complete, lost)
+
+    def _finish_survey(self, runs: list[MissingRun], is_complete: bool, lost: int) -> None:
+        """Owe the pages that a survey has found, and plan the next survey if this one is not complete.
+
+        Args:
+            lost: how many owed pages the queue had dropped when the survey began.
+        """
         with self._lock:
             now_s = time.monotonic()
             for run in runs:
                 self._owed.owe(run.parent, run.keys, run.page_bytes, now_s)
             self.counters["surveys"] += 1
             if is_complete:
-                self._survey_tries, self._surveyed = 0, True
+                self._survey_tries, self._surveyed = 0, lost == self._inbox.lost + self._owed.dropped
             else:
                 self._survey_s = min(self._survey_s, now_s + RETRY_S)
         self._inbox.arrived.set()
