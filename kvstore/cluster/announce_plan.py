@@ -14,7 +14,7 @@ The caller follows the node's event log. ``add_pages`` needs the pages of some p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -35,6 +35,15 @@ def pause_s(owners: int) -> float:
     """Return the pause between two looks for news, in seconds. With many owners, each receives fewer and larger
     batches, because a put then touches more owners and fills fewer of their batches."""
     return LOOK_S * max(1.0, owners / OWNERS_PER_LOOK)
+
+
+IDLE_S: Final = 1.0  # a node without news for an owner sends an empty batch after this time, ...
+IDLE_PER_S: Final = 64  # ... or later, so that it sends at most this many empty batches per second
+
+
+def idle_s(owners: int) -> float:
+    """Return after which time, in seconds, a node without news for an owner sends an empty batch."""
+    return max(IDLE_S, owners / IDLE_PER_S)
 
 
 class Entries(NamedTuple):
@@ -137,9 +146,9 @@ class AnnouncePlan:
         self._owners: dict[str, _Owner] = {}
 
     @property
-    def owners(self) -> list[str]:
+    def owners(self) -> KeysView[str]:
         """The owners that receive announcements."""
-        return list(self._owners)
+        return self._owners.keys()
 
     @property
     def placement(self) -> Placement:

@@ -42,7 +42,7 @@ GONE: Final = 0x80  # bit of a mark: the page was removed from that tier
 CHANGES_MIN: Final = 4096  # number of changes that are kept in addition to the table
 CHANGES_SHARE: Final = 32  # or this part of the table
 MERGED_MAX: Final = 1 << 16  # up to this many entries changes are merged before each read
-STREAMS_MAX: Final = 1 << 12  # an entry has bits for four times this number; the names fit an answer
+STREAMS_MAX: Final = 1 << 14  # an entry has this many places; a node that announces everything again has two
 SORTED_MIN: Final = 256  # a lookup with more pages sorts them first
 PER_PAGE_MAX: Final = 8  # entries of one page in an answer
 
@@ -168,8 +168,7 @@ class Directory:
         self._change(stream, batch)
         streams = self._streams[batch.node]
         void = streams if batch.whole else streams[streams.index(stream) + 1 :]
-        for other in [each for each in void if each is not stream]:
-            self._end(batch.node, other)
+        self._end([(batch.node, each) for each in void if each is not stream])
         return stream.next
 
     def placement(self, node: str) -> int:
@@ -177,10 +176,9 @@ class Directory:
         streams = self._streams.get(node)
         return streams[-1].placement if streams else 0
 
-    def forget(self, node: str) -> None:
-        """Drop the entries of a node that is no longer a member."""
-        for stream in self._streams.get(node, [])[:]:
-            self._end(node, stream)
+    def forget(self, nodes: Collection[str]) -> None:
+        """Drop the entries of nodes that are no longer members."""
+        self._end([(node, stream) for node in nodes for stream in self._streams.get(node, [])])
 
     def find(self, pages: Fingerprints, most: int = PER_PAGE_MAX) -> Locations:
         """Return the known locations of these pages, at most ``most`` entries per page."""
@@ -207,8 +205,7 @@ class Directory:
 
     def _begin(self, batch: AnnounceBatch) -> _Stream | None:
         """Begin a new stream of a node; an incomplete one becomes void."""
-        for stream in self._streams.get(batch.node, [])[1:]:
-            self._end(batch.node, stream)
+        self._end([(batch.node, stream) for stream in self._streams.get(batch.node, [])[1:]])
         place = next((place for place, name in enumerate(self._names) if not name), len(self._names))
         if place == STREAMS_MAX:
             return None
@@ -220,14 +217,19 @@ class Directory:
         self._streams.setdefault(batch.node, []).append(stream)
         return stream
 
-    def _end(self, node: str, stream: _Stream) -> None:
+    def _end(self, streams: list[tuple[str, _Stream]]) -> None:
+        """Drop these streams of these nodes, in one pass over the table."""
+        if not streams:
+            return
         self._merge()
-        place = np.uint64(stream.place)
-        self._table = self._table[(self._table & _LOW) >> _TIER_BITS != place]
-        self._names = [*self._names[: stream.place], "", *self._names[stream.place + 1 :]]
-        self._streams[node].remove(stream)
-        if not self._streams[node]:
-            del self._streams[node]
+        stays, names = np.ones(STREAMS_MAX, np.bool_), list(self._names)
+        for node, stream in streams:
+            stays[stream.place], names[stream.place] = False, ""
+            self._streams[node].remove(stream)
+            if not self._streams[node]:
+                del self._streams[node]
+        self._table = self._table[stays[(self._table & _LOW) >> _TIER_BITS]]
+        self._names = names  # a new list: answers refer to the old one
 
     # --- entries ----------------------------------------------------------------------------------------------------
 
@@ -396,20 +398,27 @@ class Placement:
             yield self.nodes[flat[part[0]]], part // owners.shape[1]
 
     def partitions_of(self, names: Collection[str]) -> npt.NDArray[np.bool_]:
-        """Return, for each partition, whether at least one of these nodes owns it: bool ``[PARTITIONS]``."""
+        """Return, for each partition, whether at least one of these nodes may own it: bool ``[PARTITIONS]``. True for
+        partitions that were not computed, unless there are no such nodes."""
         chosen = np.array([name in names for name in self.nodes], np.bool_)
         if chosen.all() or not chosen.any():
             return np.full(PARTITIONS, bool(len(chosen)) and bool(chosen[0]))
-        return np.asarray(chosen[self.owners(np.arange(PARTITIONS, dtype=np.uint64))].any(axis=1))
+        owned = np.ones(PARTITIONS, np.bool_)
+        known = np.flatnonzero(self._table != _UNKNOWN).astype(np.uint64)
+        owned[known] = chosen[self.owners(known)].any(axis=1)
+        return owned
 
     def partitions_moved(self, before: Placement) -> npt.NDArray[np.bool_]:
-        """Return, for each partition, whether its owners are others than before: bool ``[PARTITIONS]``."""
+        """Return, for each partition, whether its owners may be others than before: bool ``[PARTITIONS]``. True for
+        partitions that ``before`` has not computed, because no page of them was announced."""
         if min(len(self.nodes), len(before.nodes)) < OWNERS:
             return np.full(PARTITIONS, self.nodes != before.nodes)
-        places = np.arange(PARTITIONS, dtype=np.uint64)
-        ours, theirs = self.owners(places), self._places_of(before)[before.owners(places)]
+        moved = np.ones(PARTITIONS, np.bool_)
+        known = np.flatnonzero(before._table != _UNKNOWN).astype(np.uint64)
+        ours, theirs = self.owners(known), self._places_of(before)[before.owners(known)]
         stay = (ours[:, 0] == theirs[:, 0]) & (ours[:, 1] == theirs[:, 1])
-        return np.asarray(~(stay | (ours[:, 0] == theirs[:, 1]) & (ours[:, 1] == theirs[:, 0])))
+        moved[known] = ~(stay | (ours[:, 0] == theirs[:, 1]) & (ours[:, 1] == theirs[:, 0]))
+        return moved
 
     def _of(self, which: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
         """Return the words of these partitions, after computing those that are not known."""

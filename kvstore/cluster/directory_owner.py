@@ -1,9 +1,9 @@
 """DirectoryOwner: one owner's directory, the nodes whose entries in it may be incomplete, and tombstones. No I/O.
 
-A node sends every owner at least one batch per second. An owner's entries of a node are complete for a caller if the
-owner received a batch recently, and has all entries for the placement by which the caller chose the owner. For every
-other node, the owner's answer says for which placement its entries are complete. From that the caller knows which spans
-are in doubt, and asks the spans' other owner, or the node itself::
+A node sends every owner a batch at least every ``idle_s``. An owner's entries of a node are complete for a caller if
+the owner received a batch recently, and has all entries for the placement by which the caller chose the owner. For
+every other node, the owner's answer says for which placement its entries are complete. From that the caller knows which
+spans are in doubt, and asks the spans' other owner, or the node itself::
 
     members a b c, the link from a to b is cut         members a b c, and d joins
     FIND at b   -> entries of b; in doubt, a: 0        FIND at b   -> in doubt, a: the placement over a b c, until a
@@ -20,13 +20,12 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.cluster.announce_plan import pause_s
+from kvstore.cluster.announce_plan import idle_s, pause_s
 from kvstore.cluster.directory import AGAIN, AnnounceBatch, Directory, Doubt, Placement
 from kvstore.model.tombstones import Tombstone, Tombstones
 
-IDLE_S: Final = 1.0  # a node without news for an owner sends an empty batch after this time
-LATE_S: Final = 1.5  # a node that has sent nothing for this time, plus two of its pauses, might have news
-SILENT_S: Final = 3.0  # an announcing node that the catalog does not list is forgotten after this time of silence
+LATE_S: Final = 0.5  # a node whose batch is late by this time, plus two of its pauses, might have news
+SILENT_IDLES: Final = 3  # an announcing node that the catalog does not list is forgotten after this many ``idle_s``
 VIEWS_MAX: Final = 4  # sets of members to remember
 DOUBTS_MAX: Final = 64  # number of doubts in one answer
 TOMBSTONES_LOOK_S: Final = 0.5  # between two searches for nodes that need tombstones
@@ -58,12 +57,14 @@ class DirectoryOwner:
         """Set the members. Forget nodes that are no longer members, and silent nodes that never were members."""
         members = tuple(sorted(names))
         present, before = set(members), set(self._members)
-        for name in self.directory.nodes:
-            silent = now_s > self.heard_s.get(name, 0.0) + SILENT_S
-            if name not in present and (silent or name in before):
-                self.directory.forget(name)
+        silent_s = now_s - SILENT_IDLES * idle_s(len(members))
+        gone = [name for name in self.directory.nodes if name not in present]
+        gone = [name for name in gone if name in before or self.heard_s.get(name, 0.0) < silent_s]
+        if gone:
+            self.directory.forget(gone)
+            self._cache.clear()
+            for name in gone:
                 self.heard_s.pop(name, None)
-                self._cache.clear()
         number = Placement(members).number if members != self._members or not self._views else 0
         if number:
             self._views.pop(number, None)
@@ -136,7 +137,7 @@ class DirectoryOwner:
         members = self._views.get(placement)
         if members is None:
             return (Doubt("", 0),)  # the caller may know nodes that this owner does not
-        since_s = now_s - LATE_S - 2 * pause_s(len(members))
+        since_s = now_s - idle_s(len(members)) - LATE_S - 2 * pause_s(len(members))
         doubts = []
         for name in members:
             complete = self.directory.placement(name) if self.heard_s.get(name, 0.0) >= since_s else 0

@@ -13,12 +13,11 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
-from kvstore.cluster.data_connection import DataConnection
+from kvstore.cluster.ask_peers import PeerRequest, ask_peers
 from kvstore.cluster.directory import OWNERS, Locations, Placement
 from kvstore.cluster.directory_messages import FIND_PAGES_MAX, pack_find, pack_hold, unpack_found
 from kvstore.cluster.lookup_plan import Question, Search, Stretch
-from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
-from kvstore.errors import KVStoreError
+from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolView
 from kvstore.model.prefix import fingerprints, separate_spans
 from kvstore.wire.data import FrameKind, Namespace, WireError
 
@@ -162,7 +161,8 @@ class Finder:
         """Return the current placement, and earlier ones by their numbers."""
         last_view, placement, older = self._placements
         if view is not last_view:
-            if placement.nodes != tuple(sorted(view.peers)):
+            same_peers = last_view is not None and view.peers is last_view.peers
+            if not same_peers and placement.nodes != tuple(sorted(view.peers)):
                 older = dict([*older.items(), (placement.number, placement)][-OLDER_MAX:])
                 placement = Placement(view.peers, placement)
             self._placements = view, placement, older
@@ -182,54 +182,14 @@ class Finder:
     def _round(
         self, scope: _Scope, view: PoolView, questions: list[Question], deadline_s: float
     ) -> list[Locations | None]:
-        """Ask all questions at the same time. A question without an answer gets None. If a question's connection was
-        stale, the question is sent again over another connection."""
-        until_s = min(deadline_s, time.monotonic() + OWNER_S)
-        answers: list[Locations | None] = [None] * len(questions)
-        indices = list(range(len(questions)))
-        for _ in range(2):
-            if indices:
-                indices = self._send(scope, view, questions, indices, answers, until_s)
+        """Ask all questions at the same time. A question without a valid answer gets None."""
+        requests = [PeerRequest(view.peers[each.owner], *scope.request(each)) for each in questions]
+        bodies = ask_peers(self._links, requests, FrameKind.FOUND, min(deadline_s, time.monotonic() + OWNER_S))
+        answers: list[Locations | None] = []
+        for question, body in zip(questions, bodies, strict=True):
+            try:
+                answers.append(unpack_found(body, len(question.places)) if isinstance(body, bytearray) else None)
+            except WireError:
+                answers.append(None)
+                self._links.mark_dead(view.peers[question.owner])
         return answers
-
-    def _send(
-        self,
-        scope: _Scope,
-        view: PoolView,
-        questions: list[Question],
-        indices: list[int],
-        answers: list[Locations | None],
-        until_s: float,
-    ) -> list[int]:
-        """Send the questions at ``indices``, and store their answers. Returns the questions whose connections were
-        stale."""
-        stale: list[int] = []
-        with contextlib.ExitStack() as open_links:
-            under_way = []
-            for at in indices:
-                peer = view.peers[questions[at].owner]
-                with contextlib.suppress(KVStoreError):
-                    connection = open_links.enter_context(self._links.to(peer, until_s))
-                    try:
-                        number = connection.send(*scope.request(questions[at]), deadline_s=until_s)
-                        under_way.append((at, connection, number))
-                    except KVStoreError as error:
-                        stale += [at] if self._stale(peer, connection, error) else []
-            for at, connection, number in under_way:
-                try:
-                    head = connection.receive_head(number, FrameKind.FOUND, deadline_s=until_s)
-                    body = connection.receive(head.body_bytes, deadline_s=until_s)
-                    answers[at] = unpack_found(body, len(questions[at].places))
-                except KVStoreError as error:
-                    stale += [at] if self._stale(view.peers[questions[at].owner], connection, error) else []
-        return stale
-
-    def _stale(self, peer: PoolNode, connection: DataConnection, error: KVStoreError) -> bool:
-        """Return whether the connection was stale, so that the peer may be asked again. If the connection broke for
-        another reason, the peer counts as dead."""
-        if self._links.stale(peer, connection, error):
-            return True
-        if connection.broken or isinstance(error, WireError):
-            connection.broken = True  # after an invalid reply the stream cannot be trusted
-            self._links.mark_dead(peer)
-        return False

@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvstore import logs
@@ -251,7 +251,7 @@ class Membership:
         self._on_change: Callable[[], None] = lambda: None
         self._members: dict[str, Entry] = {}  # replaced, never changed in place, because readers take no lock
         self._revision = 0  # the catalog's revision that ``_members`` is from
-        self._nodes: tuple[dict[str, Entry], list[NodeEntry]] = self._members, []
+        self._values: dict[type[Any], _Values] = {}
         self._secret: bytes | None = None
         self._on_final: Callable[[VersionMismatch], None] = lambda error: None
         self._ended = False
@@ -364,11 +364,11 @@ class Membership:
 
     def nodes(self) -> list[NodeEntry]:
         """Return the nodes of the pool, including this one, by name."""
-        members, nodes = self._nodes
-        if members is not self._members:  # cached, because some callers ask for every message
-            members, nodes = self._members, schema.decode_all(NodeEntry, self._below(NodeEntry))
-            self._nodes = members, nodes
-        return nodes
+        return self._below(NodeEntry).by_name
+
+    def node(self, name: str) -> NodeEntry | None:
+        """Return a node of the pool, or None."""
+        return self._below(NodeEntry).named.get(name)
 
     @property
     def secret(self) -> bytes | None:
@@ -377,19 +377,25 @@ class Membership:
 
     def engines(self) -> list[EngineEntry]:
         """Return the engines of the pool, including this one, by name."""
-        return schema.decode_all(EngineEntry, self._below(EngineEntry))
+        return self._below(EngineEntry).by_name
 
     def clusters(self) -> list[ClusterEntry]:
         """Conductors of other pools whose engines compute prompts for this one, by name."""
-        return schema.decode_all(ClusterEntry, self._below(ClusterEntry))
+        return self._below(ClusterEntry).by_name
 
     def data_servers(self) -> list[DataEntry]:
         """Data servers of the pool, in the order in which they were published."""
-        return schema.decode_all(DataEntry, sorted(self._below(DataEntry), key=lambda each: each.revision))
+        return self._below(DataEntry).by_revision
 
-    def _below(self, kind: type[Any]) -> list[Entry]:
-        members, start = self._members, schema.folder(self._config.pool, kind)
-        return [members[key] for key in sorted(members) if key.startswith(start)]
+    def _below(self, kind: type[Any]) -> _Values:
+        """Return the members of one kind. Only entries that changed since the last call are decoded, because some
+        callers ask for every message."""
+        members, last = self._members, self._values.get(kind)
+        if last is None or last.members is not members:
+            start = schema.folder(self._config.pool, kind)
+            entries = [entry for key, entry in members.items() if key.startswith(start)]
+            last = self._values[kind] = _Values.of(kind, members, entries, last)
+        return last
 
     async def _start(self, catalog: Catalog, mine: schema.AnyEntry, former: bytes, former_key: str) -> None:
         await catalog.start()
@@ -490,6 +496,42 @@ class Membership:
             future.cancel()
             reasons = "".join(f"; {each.name}: {each.error}" for each in self._health.values() if each.error)
             raise DeadlineExceeded(f"{self._config.catalog}: no answer in {timeout_s:g} s{reasons}") from None
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The valid entries of one kind, decoded.
+
+    Attributes:
+        members: the entries of all kinds that these were taken from.
+        decoded: key -> entry and its value; None if the entry is invalid.
+        by_name, by_revision: the values in these orders. A list stays the same object until one of its values changes.
+        named: name -> value.
+    """
+
+    members: dict[str, Entry]
+    decoded: dict[str, tuple[Entry, Any]]
+    by_name: list[Any]
+    by_revision: list[Any]
+    named: dict[str, Any]
+
+    @classmethod
+    def of(cls, kind: type[Any], members: dict[str, Entry], entries: list[Entry], last: _Values | None) -> _Values:
+        """Return the values of ``entries``. Those that ``last`` has are not decoded again."""
+        before = last.decoded if last is not None else {}
+        if last is not None and len(before) == len(entries) and all(before.get(e.key, _NEVER)[0] is e for e in entries):
+            return replace(last, members=members)
+        decoded: dict[str, tuple[Entry, Any]] = {}
+        for entry in sorted(entries, key=lambda each: each.key):
+            last_entry, value = before.get(entry.key, _NEVER)
+            decoded[entry.key] = entry, value if last_entry is entry else schema.decode(kind, entry)
+        valid = [(entry, value) for entry, value in decoded.values() if value is not None]
+        by_revision = [value for _, value in sorted(valid, key=lambda each: each[0].revision)]
+        values = [value for _, value in valid]
+        return cls(members, decoded, values, by_revision, {value.name: value for value in values})
+
+
+_NEVER: Final[tuple[Entry | None, Any]] = None, None
 
 
 def host() -> str:

@@ -2,7 +2,8 @@
 
 **PeersFile** reads the list of nodes from a small file in the node's folder. The node's data server writes it
 (``node.cluster.data_server``). The daemon and its clients read it, and never ask the catalog. While the catalog is not
-reachable, the last view stays; ``heard_s`` says how old it is.
+reachable, the last view stays; ``heard_s`` says how old it is. The time is in a second file, so that in a large pool at
+rest no process reads the list again.
 
 **PeerLinks** keeps connections open between requests for a few seconds, so that a machine at rest has only those of its
 daemon, however many processes it has. It remembers data servers that are not responding. After one failure a data
@@ -21,7 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -32,6 +33,7 @@ from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import Hello, WireError
 
 NAME: Final = "peers"
+HEARD_NAME: Final = "peers-heard"  # seconds since the machine's start, in text
 LOOK_NS: Final = 100_000_000  # between two looks at the file, so that not every miss looks at it
 
 
@@ -85,27 +87,38 @@ class PoolView:
 
 
 def write(folder: NodeFolder, view: PoolView) -> None:
-    """Replace the file. A reader sees either the old or the new view. Raises OSError if the folder is gone."""
-    document = {**asdict(view), "peers": [asdict(peer) for peer in view.peers.values()]}
-    temporary = folder.temporary(NAME)
+    """Replace both files. A reader sees either the old or the new view. Raises OSError if the folder is gone."""
+    write_heard(folder, view.heard_s)
+    peers = [vars(peer) for peer in view.peers.values()]
+    _replace(folder, NAME, json.dumps({**vars(view), "peers": peers}, separators=(",", ":")))
+
+
+def write_heard(folder: NodeFolder, heard_s: float) -> None:
+    """Replace only the time of the catalog's last sign of life. Raises OSError if the folder is gone."""
+    _replace(folder, HEARD_NAME, f"{heard_s:.3f}")
+
+
+def _replace(folder: NodeFolder, name: str, text: str) -> None:
+    temporary = folder.temporary(name)
     temporary.unlink(missing_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, folder.file_mode)
     with open(fd, "wb") as file:
-        file.write(json.dumps(document, separators=(",", ":")).encode())
-    temporary.replace(folder.path / NAME)
+        file.write(text.encode())
+    temporary.replace(folder.path / name)
 
 
 def forget(folder: NodeFolder) -> None:
-    """Remove the file, because the node has left its cluster."""
-    (folder.path / NAME).unlink(missing_ok=True)
+    """Remove the files, because the node has left its cluster."""
+    for name in (NAME, HEARD_NAME):
+        (folder.path / name).unlink(missing_ok=True)
 
 
 class PeersFile:
     """Reads the file. Threads may share it."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / NAME
-        self._last: tuple[tuple[int, int], PoolView | None] = (0, 0), None
+        self._path, self._heard_path = folder / NAME, folder / HEARD_NAME
+        self._last: tuple[tuple[int, ...], PoolView | None] = (), None
         self._look_ns = 0
 
     def look(self) -> PoolView | None:
@@ -115,24 +128,30 @@ class PeersFile:
             return self._last[1]
         self._look_ns = now_ns + LOOK_NS
         try:
-            status = os.stat(self._path)
+            statuses = os.stat(self._path), os.stat(self._heard_path)
         except OSError:
-            self._last = (0, 0), None
+            self._last = (), None
             return None
-        identity = status.st_ino, status.st_mtime_ns
+        identity = tuple(number for status in statuses for number in (status.st_ino, status.st_mtime_ns))
         last_identity, view = self._last
         if identity != last_identity:
-            view = _read(self._path)
+            same_peers = view if identity[:2] == last_identity[:2] else None
+            view = _read(self._path, self._heard_path, same_peers)
             self._last = identity, view
         return view
 
 
-def _read(path: Path) -> PoolView | None:
-    """Return the view in a file; None if the file is not a plain file, or is invalid."""
+def _read(path: Path, heard_path: Path, view: PoolView | None) -> PoolView | None:
+    """Return the view in two files; None if one of them is not a plain file, or is invalid. ``view``: the view with the
+    peers of the first file, if it was read before."""
     try:
+        heard_s = float(read_plain(heard_path))
+        if view is not None:
+            return replace(view, heard_s=heard_s)
         document = json.loads(read_plain(path))
         peers = [PoolNode(**_tuples(_known_fields(PoolNode, each))) for each in document["peers"]]
-        return PoolView(**{**_tuples(_known_fields(PoolView, document)), "peers": {peer.name: peer for peer in peers}})
+        fields_now = {**_tuples(_known_fields(PoolView, document)), "heard_s": heard_s}
+        return PoolView(**{**fields_now, "peers": {peer.name: peer for peer in peers}})
     except (OSError, NotPlain, ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -146,7 +165,7 @@ def _known_fields(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 IDLE_MAX: Final = 4  # unused connections to one data server
-IDLE_S: Final = 5.0  # longer than the interval of announcements, so those keep their connection
+IDLE_S: Final = 5.0  # an unused connection of a client is closed after this time
 PROBE_MIN_S, PROBE_MAX_S = 0.5, 8.0  # pause between two probes of a dead data server; doubles each time
 PROBE_ANSWER_S: Final = 1.0
 FORGOTTEN_S: Final = 900.0  # a data server that is dead for longer is no longer probed
@@ -190,8 +209,11 @@ class PeerLinks:
         caller: this process' name for the servers.
     """
 
-    def __init__(self, pool: str, caller: str, credentials: DialCredentials | None = None) -> None:
+    def __init__(
+        self, pool: str, caller: str, credentials: DialCredentials | None = None, idle_s: float | None = None
+    ) -> None:
         self._hello = Hello(pool=pool, caller=caller)
+        self._idle_max_s = idle_s
         self._credentials = credentials or DialCredentials()
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[float, DataConnection]]] = {}  # by process of the server
@@ -318,7 +340,7 @@ class PeerLinks:
         """Take the idle connection that was used last; None if there is none that the server surely keeps."""
         with self._lock:
             idle = self._idle.get(peer.process)
-            return idle.pop()[1] if idle and idle[-1][0] > time.monotonic() - IDLE_S else None
+            return idle.pop()[1] if idle and idle[-1][0] > self._unused_since_s() else None
 
     def _give_back(self, peer: PoolNode, connection: DataConnection) -> None:
         """Keep the connection for the next request."""
@@ -368,8 +390,12 @@ class PeerLinks:
                     self._has_keeper = False
                     return
 
+    def _unused_since_s(self) -> float:
+        """Return the time before which an unused connection is too old, by ``time.monotonic()``."""
+        return time.monotonic() - (IDLE_S if self._idle_max_s is None else self._idle_max_s)
+
     def _close_idle(self) -> None:
-        before_s, to_close = time.monotonic() - IDLE_S, list[DataConnection]()
+        before_s, to_close = self._unused_since_s(), list[DataConnection]()
         with self._lock:
             for idle in self._idle.values():
                 while idle and idle[0][0] <= before_s:

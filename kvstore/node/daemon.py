@@ -26,7 +26,7 @@ from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
 from kvstore.logs import event
 from kvstore.node import on_stop
 from kvstore.node.background import Background
-from kvstore.node.cluster.announcer import Announcer
+from kvstore.node.cluster.announcer import LINKS_IDLE_S, Announcer
 from kvstore.node.cluster.data_child import DataChild, has_data_server
 from kvstore.node.cluster.directory_audit import DirectoryAudit
 from kvstore.node.cluster.drain import NodeDrain
@@ -203,7 +203,7 @@ def _announce(
     """Start announcing the node's pages to the pool. Adds admin calls that report what was announced and received."""
     networks = networks_of(config.data_private_networks)
     credentials = replace(credentials_of(os.environ), private_networks=networks)
-    links, peers_file = PeerLinks(config.pool, config.name, credentials), PeersFile(node.folder)
+    links, peers_file = PeerLinks(config.pool, config.name, credentials, LINKS_IDLE_S), PeersFile(node.folder)
     announcer = Announcer(
         *(node, config.name, entry.process, membership, peers_file, links, config.catalog_ttl_s),
         has_data_server=has_data_server(config),

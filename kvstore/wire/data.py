@@ -147,7 +147,7 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
     FrameKind.RETURN: 256 * KIB,
     FrameKind.RETURNED: 64,
     FrameKind.FIND: 1024 * KIB,
-    FrameKind.FOUND: 4096 * KIB,
+    FrameKind.FOUND: 5120 * KIB,
     FrameKind.HOLD: 1024 * KIB,
     FrameKind.ANNOUNCE: 1024 * KIB,
     FrameKind.ANNOUNCED: 4 * KIB,

@@ -116,7 +116,7 @@ def test_an_owner_knows_what_it_was_told(seed: int, monkeypatch: pytest.MonkeyPa
         teller, what = draw.choice(tellers), draw.random()
         told = changes(draw)
         if what < 0.04:
-            at.forget(teller.name)
+            at.forget([teller.name])
             teller.told = []
             assert teller.next == 0 or teller.tell(at, told) == AGAIN
             teller.begin()
@@ -155,7 +155,7 @@ def test_memory_is_bounded_and_small() -> None:
     assert len(at) == 100_000 and at.refused == 50_000
     assert at.nbytes / len(at) <= 16
     assert len(at.find(keys[:5000]).pages) == 5000 and not len(at.find(keys[-5000:]).pages)
-    at.forget("a")
+    at.forget(["a"])
     assert len(at) == 0 and at.nodes == []
 
 
@@ -173,6 +173,11 @@ def test_an_answer_names_no_more_where_changes_are_not_in_the_table_yet() -> Non
         assert np.bincount(found.pages).tolist() == [most] * (1 << 16), "each page that is asked for, also once more"
 
 
+def unknown_partitions(placement: Placement) -> np.ndarray:
+    """Partitions that it has not computed."""
+    return placement._table == np.uint32((1 << 32) - 1)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_placement_made_from_an_earlier_one_has_the_same_owners(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes join and leave, one or many at a time; what was not computed before is computed when it is needed."""
@@ -188,17 +193,21 @@ def test_a_placement_made_from_an_earlier_one_has_the_same_owners(seed: int, mon
                 nodes.discard(draw.choice(sorted(nodes)))
         some = place if step % 2 else place[: draw.randrange(len(place))]
         placement.owners(some)
+        unknown = unknown_partitions(placement)
         before, placement = placement, Placement(nodes, placement)
         fresh = Placement(nodes)
         assert placement.number == fresh.number
         assert (placement.owners(some) == fresh.owners(some)).all()
         assert placement.owners_of(some[:50].tolist()) == [tuple(row) for row in fresh.owners(some[:50]).tolist()]
-        old, new = owned(before, place), owned(fresh, place)
+        old, new = owned(Placement(before.nodes), place), owned(fresh, place)
         none = np.zeros(len(place), bool)
         moved = [old.get(name, none) ^ new.get(name, none) for name in {*old, *new}]
-        assert (placement.partitions_moved(before) == np.any(moved, axis=0)).all()
+        unknown &= min(len(before.nodes), len(nodes)) > 1
+        assert (placement.partitions_moved(before) == (np.any(moved, axis=0) | unknown)).all()
         names = draw.sample(sorted(nodes), draw.randrange(len(nodes) + 1))
         wanted = np.any([none, *(new[name] for name in names)], axis=0)
+        if names:
+            wanted |= unknown_partitions(placement)
         assert (placement.partitions_of(names) == wanted).all()
 
 
@@ -219,3 +228,16 @@ def test_a_change_of_members_costs_what_moved(monkeypatch: pytest.MonkeyPatch) -
     assert sum(computed) == share == int(all_nodes.partitions_of([nodes[-1]]).sum()) < len(place) / 40
     computed.clear()
     assert int(Placement(nodes, fewer).partitions_moved(fewer).sum()) == share and not computed
+
+
+def test_many_nodes_that_leave_are_forgotten_at_once_and_their_places_are_used_again() -> None:
+    at = Directory(1 << 20)
+    for number in range(60):
+        at.apply(AnnounceBatch(f"n{number}", number, 0, *entries({(number, Tier.DRAM): True}), True))
+    answer = at.find(np.arange(64, dtype=np.uint64) << np.uint64(16), 4)
+    at.forget([f"n{number}" for number in range(50)] + ["unknown"])
+    assert known(at) == {(number, f"n{number}", Tier.DRAM) for number in range(50, 60)}
+    assert {answer.names[node] for node in answer.nodes.tolist()} == {f"n{number}" for number in range(60)}
+    for number in range(60, 110):
+        at.apply(AnnounceBatch(f"n{number}", number, 0, *entries({(number % 50, Tier.DRAM): True}), True))
+    assert len(at) == 60 and len(at.find(np.zeros(1, np.uint64)).names) == 60

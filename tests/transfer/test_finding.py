@@ -17,6 +17,7 @@ import kvstore
 from kvstore import Layout, Store
 from kvstore.client.local.node import LocalNode
 from kvstore.cluster import peer_links
+from kvstore.cluster.announce_plan import IDLE_S
 from kvstore.cluster.catalog import schema
 from kvstore.cluster.catalog.base import boot_s
 from kvstore.cluster.catalog.schema import DataEntry, NodeEntry
@@ -73,6 +74,9 @@ class Members:
 
     def nodes(self) -> list[NodeEntry]:
         return list(self.daemons.values())
+
+    def node(self, name: str) -> NodeEntry | None:
+        return self.daemons.get(name)
 
     def data_servers(self) -> list[DataEntry]:
         return list(self.servers.values())
@@ -273,7 +277,7 @@ def test_pages_that_owners_do_not_hear_of_are_found(machines: dict[str, Machine]
     others = prompt(99, 50)
     pages = np.zeros((50, LAYOUT.page_bytes), np.uint8)
     a.store.cache(LAYOUT, salt="others").put(others, pages, wait=True)
-    time.sleep(LATE_S + 1.0)
+    time.sleep(IDLE_S + LATE_S + 1.0)
     for each in prompts:
         keys = c.cache.keys(np.concatenate([each, each])).hashes  # 50 more that nobody has
         for closed in (True, False):
@@ -385,7 +389,7 @@ def test_a_node_is_told_which_owners_do_not_know_it(
     batch = AnnounceBatch(a.name, owner.stream, owner.next, wrong, np.full(40, TIERS.index(Tier.NVME), np.uint8))
     assert b.directory._owner.directory.apply(batch) == owner.next + 1
     assert differ() == (0, 40)
-    b.directory._owner.directory.forget(a.name)
+    b.directory._owner.directory.forget([a.name])
     lost = owners()[b.name]
     assert (lost["missing"], lost["stale"]) == (lost["entries"], 0) and lost["entries"] > 0
     b.stop_serving()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -10,10 +11,18 @@ from pathlib import Path
 import pytest
 
 from kvstore.cluster import peer_links
-from kvstore.cluster.data_connection import Caller, DataConnection, DialCredentials, credentials_of
+from kvstore.cluster.ask_peers import PeerRequest, ask_peers
+from kvstore.cluster.data_connection import SILENCE_S, Caller, DataConnection, DialCredentials, credentials_of
 from kvstore.cluster.data_listener import Server, ServerLimits
 from kvstore.cluster.peer_links import PeerLinks, PoolNode, StaleConnection
-from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TooManyCalls, Unauthenticated
+from kvstore.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KVStoreError,
+    NodeUnavailable,
+    TooManyCalls,
+    Unauthenticated,
+)
 from kvstore.server.certificates import ServerCertificate
 from kvstore.server.identities import LOCAL
 from kvstore.wire.data import FrameKind, Hello
@@ -43,6 +52,25 @@ def links() -> Iterator[PeerLinks]:
     made = PeerLinks("p", "test")
     yield made
     made.close()
+
+
+def test_peers_that_hang_do_not_take_the_time_of_the_others(links: PeerLinks) -> None:
+    """Four peers with open connections hang, for longer together than the time; the last one still gets its answer."""
+    with contextlib.ExitStack() as opened:
+        server = Server("n", {}, admit)
+        opened.callback(server.stop)
+        alive = PoolNode("n", server.process, "", (server.start("127.0.0.1", 0),))
+        hung: list[PoolNode] = []
+        for number in range(4):
+            hanging = Server("n", {FrameKind.STATUS: lambda exchange, body: time.sleep(3.0)}, admit)
+            opened.callback(hanging.stop)
+            hung.append(PoolNode("n", hanging.process, "", (hanging.start("127.0.0.1", 0),)))
+            ping(links, hung[number])  # so a connection is open
+        requests = [PeerRequest(peer, FrameKind.STATUS, b"") for peer in hung]
+        requests.append(PeerRequest(alive, FrameKind.PING, b"x"))
+        *errors, answer = ask_peers(links, requests, FrameKind.PONG, time.monotonic() + 2 * SILENCE_S)
+        assert answer == b"x" and not links.dead(alive)
+        assert all(isinstance(error, KVStoreError) for error in errors)
 
 
 def test_a_dead_peer_costs_one_wait_until_it_answers(links: PeerLinks) -> None:

@@ -10,12 +10,12 @@ from collections import Counter
 from typing import Any, Final
 
 from kvstore import boundary
-from kvstore.cluster.announce_plan import AnnouncePlan, pause_s
+from kvstore.cluster.announce_plan import AnnouncePlan, idle_s, pause_s
+from kvstore.cluster.ask_peers import PeerRequest, ask_peers
 from kvstore.cluster.catalog.base import boot_s
 from kvstore.cluster.catalog.task_health import TaskHealth
 from kvstore.cluster.directory import AnnounceBatch
 from kvstore.cluster.directory_messages import pack_announce, unpack_announced
-from kvstore.cluster.directory_owner import IDLE_S
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
 from kvstore.cluster.tombstone_plan import TombstonePlan
@@ -30,6 +30,9 @@ from kvstore.wire.object_messages import BURIED_MAX, pack_bury
 from kvstore.wire.tombstones import TOMBSTONE_BYTES, unpack_tombstones
 
 ANSWER_S: Final = 1.0
+ASKED_AT_ONCE: Final = 64  # owners that batches are sent to at the same time: at most 2.4 MB
+LINKS_IDLE_S: Final = 60.0  # a daemon keeps unused connections for longer than the interval of announcements
+MERGE_S: Final = 1.0  # changes of the members within this time after another change become one change
 PAGES_PER_S: Final = 500_000  # at most
 STOP_S: Final = 5.0
 RETRY_MAX_S: Final = 8.0  # the longest pause before an owner with too many connections is tried again
@@ -73,7 +76,6 @@ class Announcer:
         self._links = links
         self._name = name
         self._turn_s = time.monotonic()
-        self._sent_s: dict[str, float] = {}
         self._owners: dict[str, _Owner] = {}
         self._stopping = threading.Event()
         run = boundary.thread_loop("task/announcer", self._turn, self._stopping)
@@ -87,6 +89,7 @@ class Announcer:
     def _restart(self) -> None:
         """Announce all pages again, in new streams."""
         self._plan = AnnouncePlan(self._name, lambda: secrets.randbits(63))
+        self._merge_until_s = 0.0
         self._feed = PageFeed(self._node, self._plan, self.counters)
 
     def start(self) -> None:
@@ -193,25 +196,38 @@ class Announcer:
         listed = secret is not None and view.lists(self._node.incarnation)
         if listed:
             self._listed_s = time.monotonic()
-        self._plan.members(view.peers if listed else ())
+        members = view.peers.keys() if listed else frozenset[str]()
+        now_s = time.monotonic()
+        if members != self._plan.owners and (not members or now_s >= self._merge_until_s):
+            self._plan.members(members)
+            self._merge_until_s = now_s + MERGE_S
         self._feed.veil(secret)
         self._feed.follow()
 
     def _send_batches(self, view: PoolView) -> int:
         """Send each owner its next batch. Return the size of the largest one."""
-        plan, now_s, sent = self._plan, time.monotonic(), 0
-        if self._owners.keys() != set(plan.owners):
+        plan, now_s, largest = self._plan, time.monotonic(), 0
+        if self._owners.keys() != plan.owners:
             self._owners = {name: self._owners.get(name) or _Owner(name) for name in plan.owners}
-        for name, owner in self._owners.items():
+        idle_until_s = now_s - idle_s(len(self._owners))
+        asked: list[tuple[_Owner, PoolNode]] = []
+        due: list[tuple[_Owner, PoolNode, AnnounceBatch]] = []
+        for name, owner in sorted(self._owners.items(), key=lambda item: item[1].sent_s):
             peer = view.peers.get(name)
-            if peer is None or self._stopping.is_set() or not owner.is_due(peer.process, now_s):
+            if peer is None or not owner.is_due(peer.process, now_s):
                 continue
-            batch = plan.batch(name, idle=now_s - self._sent_s.get(name, 0.0) > IDLE_S)
-            if batch is not None and self._send(peer, owner, batch):
-                self._sent_s[name] = now_s
-                sent = max(sent, len(batch.marks))
-            self._exchange_tombstones(peer, owner)
-        return sent
+            asked.append((owner, peer))
+            batch = plan.batch(name, idle=owner.sent_s < idle_until_s)
+            if batch is not None:
+                due.append((owner, peer, batch))
+        for start in range(0, len(due), ASKED_AT_ONCE):
+            if self._stopping.is_set():
+                return largest
+            largest = max(largest, self._send(due[start : start + ASKED_AT_ONCE]))
+        for owner, peer in asked:
+            if not self._stopping.is_set():
+                self._exchange_tombstones(peer, owner)
+        return largest
 
     def _exchange_tombstones(self, peer: PoolNode, owner: _Owner) -> None:
         """Send an owner the tombstones that it does not have, and delete the objects that it has tombstones of."""
@@ -246,28 +262,30 @@ class Announcer:
             self._node.handle(ev.Bury(now_ns, theirs))
             self.counters["tombstones"] += len(theirs)
 
-    def _send(self, peer: PoolNode, owner: _Owner, batch: AnnounceBatch) -> bool:
-        deadline_s = time.monotonic() + ANSWER_S
-        try:
-            body = pack_announce(batch, self._daemon)
-            next_number, tombstones = self._links.call(
-                peer,
-                deadline_s,
-                lambda connection: unpack_announced(
-                    connection.call(FrameKind.ANNOUNCE, body, reply=FrameKind.ANNOUNCED, deadline_s=deadline_s)
-                ),
-            )
-        except KVStoreError as error:
-            owner.fail(error)
-            self.counters["failed"] += 1
-            return False
-        owner.succeed()
-        self._has_contact = self._has_contact or peer.name != self._name
-        self._plan.take_answer(peer.name, batch, next_number)
-        owner.has_tombstones = tombstones > 0
-        self.counters["batches"] += 1
-        self.counters["entries"] += len(batch.marks)
-        return True
+    def _send(self, due: list[tuple[_Owner, PoolNode, AnnounceBatch]]) -> int:
+        """Send these batches at the same time. Return the size of the largest one that an owner received."""
+        requests = [PeerRequest(peer, FrameKind.ANNOUNCE, pack_announce(batch, self._daemon)) for _, peer, batch in due]
+        answers = ask_peers(self._links, requests, FrameKind.ANNOUNCED, time.monotonic() + ANSWER_S)
+        largest = 0
+        for (owner, peer, batch), answer in zip(due, answers, strict=True):
+            if answer is None:  # there was no time for this owner; it is among the first of the next turn
+                continue
+            try:
+                if isinstance(answer, KVStoreError):
+                    raise answer
+                next_number, tombstones = unpack_announced(answer)
+            except KVStoreError as error:
+                owner.fail(error)
+                self.counters["failed"] += 1
+                continue
+            owner.succeed()
+            self._has_contact = self._has_contact or peer.name != self._name
+            self._plan.take_answer(peer.name, batch, next_number)
+            owner.has_tombstones = tombstones > 0
+            self.counters["batches"] += 1
+            self.counters["entries"] += len(batch.marks)
+            largest = max(largest, len(batch.marks))
+        return largest
 
 
 class _Owner:
@@ -276,6 +294,7 @@ class _Owner:
     Attributes:
         since_s: when the node became an owner, by ``boot_s``.
         process: the data server's number at the last try.
+        sent_s: when a batch was last received, by ``time.monotonic()``; 0 if this process has received none.
         next_s: the earliest time of the next try. Pauses grow while tries fail.
         full: the owner answered that it has too many connections.
         has_tombstones: the owner answered that it has tombstones for this node.
@@ -285,19 +304,22 @@ class _Owner:
         self.health = TaskHealth(f"announcing to {name}", pause_s_max=RETRY_MAX_S)
         self.since_s = boot_s()
         self.process = ""
+        self.sent_s = 0.0
         self.next_s = 0.0
         self.full = False
         self.has_tombstones = False
 
     def is_due(self, process: str, now_s: float) -> bool:
-        """Return whether an announcement may be sent now. A new process of the owner is tried at once."""
+        """Return whether an announcement may be sent now. A new process of the owner is tried at once, because it knows
+        nothing."""
         if process != self.process:
-            self.process, self.next_s = process, 0.0
+            self.process, self.next_s, self.sent_s = process, 0.0, 0.0
         return now_s >= self.next_s
 
     def succeed(self) -> None:
         """Note that the owner received the announcement."""
         self.health.note_success()
+        self.sent_s = time.monotonic()
         self.full = False
 
     def fail(self, error: KVStoreError) -> None:

@@ -86,32 +86,40 @@ class ViewKeeper:
         self._folder = folder
         self._members = members
         self._view = PoolView(pool, folder.name, 0.0, {}, private_networks)
-        self._written = False
+        self._seen: tuple[list[NodeEntry], list[DataEntry]] | None = None  # what the file has
 
     def refresh(self) -> None:
-        """Write the file if its contents have changed."""
-        peers = {
-            name: PoolNode(
-                name,
-                each.process,
-                each.incarnation,
-                each.addresses,
-                each.tls,
-                offered_by(each),
-                each.tls_name,
-                each.private_networks,
-            )
-            for name, each in server_by_node(self._members.nodes(), self._members.data_servers()).items()
-        }
-        heard_s, before = self._members.heard_s, self._view
-        if self._written and peers == before.peers and heard_s < before.heard_s + HEARD_STEP_S:
+        """Write the file if the members have changed, or only the time of the catalog's last sign of life."""
+        nodes, servers = seen = self._members.nodes(), self._members.data_servers()
+        heard_s, before, last = self._members.heard_s, self._view, self._seen
+        changed = last is None or last[0] is not nodes or last[1] is not servers
+        if not changed and heard_s < before.heard_s + HEARD_STEP_S:
             return
-        self._view = replace(before, heard_s=heard_s, peers=peers)
         try:
-            peer_links.write(self._folder, self._view)
-            self._written = True
+            if changed:
+                peers = {name: node_of(name, each) for name, each in server_by_node(nodes, servers).items()}
+                self._view = replace(before, heard_s=heard_s, peers=peers)
+                peer_links.write(self._folder, self._view)
+                self._seen = seen
+            else:
+                self._view = replace(before, heard_s=heard_s)
+                peer_links.write_heard(self._folder, heard_s)
         except OSError as error:
             cluster_log.warning("%s: cannot list the members of the cluster: %s", self._folder.name, error)
+
+
+def node_of(name: str, server: DataEntry) -> PoolNode:
+    """Return how a reader reaches the node ``name``, whose data server this is."""
+    return PoolNode(
+        name,
+        server.process,
+        server.incarnation,
+        server.addresses,
+        server.tls,
+        offered_by(server),
+        server.tls_name,
+        server.private_networks,
+    )
 
 
 # Shorter than the silence after which a reader considers this server dead: if the daemon or a device has not answered

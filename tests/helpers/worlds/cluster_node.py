@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvstore.cluster.announce_plan import AnnouncePlan, Entries
+from kvstore.cluster.announce_plan import IDLE_S, AnnouncePlan, Entries
 from kvstore.cluster.directory import GONE, AnnounceBatch, Locations, Placement
 from kvstore.cluster.directory_messages import (
     pack_announce,
@@ -22,7 +22,7 @@ from kvstore.cluster.directory_messages import (
     unpack_found,
     unpack_hold,
 )
-from kvstore.cluster.directory_owner import IDLE_S, DirectoryOwner
+from kvstore.cluster.directory_owner import DirectoryOwner
 from kvstore.cluster.lookup_plan import Question, Search, Stretch
 from kvstore.model.prefix import fingerprints
 from kvstore.model.replica import TIERS, Tier
