@@ -91,15 +91,23 @@ class Expected:
     logits: torch.Tensor
 
 
-@cache
 def served(preset: str, seed: int = 0, dtype: str = "float32", device: str = "cpu") -> Model:
-    """A model for engines."""
+    """A model for engines: one of a kind in this process."""
+    return _served(preset, seed, dtype, device)  # positional: a cache keeps a second result for arguments by name
+
+
+def plain(preset: str, place: Place = CPU) -> Model:
+    """The same model as transformers runs it: no engine ever touches this one."""
+    return _plain(preset, place)
+
+
+@cache
+def _served(preset: str, seed: int, dtype: str, device: str) -> Model:
     return load_model(preset, seed=seed, dtype=dtype, device=device)
 
 
 @cache
-def plain(preset: str, place: Place = CPU) -> Model:
-    """The same model as transformers runs it: no engine ever touches this one."""
+def _plain(preset: str, place: Place) -> Model:
     model = load_model(preset, dtype=place.dtype, device=place.device)
     as_reference(model.net)
     return model
