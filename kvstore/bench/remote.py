@@ -1,4 +1,5 @@
-"""Rows that read over TCP from a node that shares no memory with the reader, compared with a plain socket program.
+"""Rows that read pages and objects over TCP from a node that shares no memory with the reader, compared with a plain
+socket program.
 
 The node's data server and the plain sender are separate processes. Both send the same number of bytes over loopback
 into the same warm buffer. The store also proves every page by its token ids, and verifies every checksum. The plain
@@ -13,20 +14,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
+from kvstore.addresses import connect
 from kvstore.bench.content import BenchWork, Content, Rows
 from kvstore.bench.get import walk
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
 from kvstore.bench.processes import Child, cpu_s, environment
 from kvstore.bench.stage import Stage
+from kvstore.client.local.peer_reads import TimeBudget
+from kvstore.client.local.pool_objects import ObjectTargets, receive_objects
 from kvstore.client.prefix_cache import PrefixCache
+from kvstore.client.store import Store
+from kvstore.client.value_buffers import Scattered
 from kvstore.cluster.data_connection import DataConnection
 from kvstore.cluster.transport import pull
 from kvstore.device.host_memory import empty
+from kvstore.model.objects import key_hash, object_root
 from kvstore.model.prefix import Keys
 from kvstore.shm.data_server_file import RunningDataServer, find_data_server
 from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import ChainQuery, Hello, ReadRequest
+from kvstore.wire.object_messages import ObjectsRequest
 
 READY_S = 30.0
 BATCH_S = 30.0
@@ -54,7 +63,7 @@ class RemoteReading:
         self._plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._plain_chains = plain_bytes(work) // work.chain_bytes
 
-    def variants(self) -> dict[str, Callable[[tuple[int, Keys]], object]]:
+    def variants(self) -> dict[str, Callable[[tuple[int, Any]], object]]:
         """Return the variants by name. Each one takes a chain's number and its keys."""
 
         def ours(arguments: tuple[int, Keys]) -> int:
@@ -66,10 +75,10 @@ class RemoteReading:
         """Make a request for the pages of one chain."""
         return ReadRequest(self._query, keys, 0, self.work.layout.page_bytes)
 
-    def _receive(self, flags: int) -> Callable[[tuple[int, Keys]], None]:
+    def _receive(self, flags: int) -> Callable[[tuple[int, Any]], None]:
         view, plain, chain_bytes = self._view, self._plain, self.work.chain_bytes
 
-        def receive(arguments: tuple[int, Keys]) -> None:
+        def receive(arguments: tuple[int, Any]) -> None:
             plain.sendall((arguments[0] % self._plain_chains).to_bytes(REQUEST_BYTES, "little"))
             received = 0
             while received < chain_bytes:
@@ -80,7 +89,7 @@ class RemoteReading:
 
         return receive
 
-    def prepare(self, chain: int) -> tuple[int, Keys]:
+    def prepare(self, chain: int) -> tuple[int, Any]:
         """Return the arguments of the variants."""
         return chain, self.work.keys(self._cache, chain)
 
@@ -102,6 +111,47 @@ class RemoteReading:
         """End both connections."""
         self.connection.close()
         self._plain.close()
+
+
+class ObjectReading(RemoteReading):
+    """Objects of another node: each chain is a batch of objects, and each page is a value."""
+
+    def __init__(self, store: Store, work: BenchWork, server: RunningDataServer, port: int) -> None:
+        super().__init__(store.cache(work.layout), work, server, port)
+        self._content = Content(work.layout.page_bytes)
+        for chain in range(work.chains):
+            self._content.fill(self.out, self._hashes(chain))
+            if store.put_many([name.decode() for name in self._names(chain)], list(self.out)) != [True] * work.pages:
+                raise BenchFailed("an object was not stored")
+
+    def variants(self) -> dict[str, Callable[[tuple[int, Any]], object]]:
+        """Return the variants by name. Each one takes a batch's number and its names."""
+
+        def ours(arguments: tuple[int, list[bytes]]) -> int:
+            names = arguments[1]
+            request = ObjectsRequest("", names, [self.work.layout.page_bytes] * len(names))
+            targets = ObjectTargets(range(len(names)), lambda position, facts: Scattered([self.out[position]]))
+            found = receive_objects(self.connection, request, targets, TimeBudget(BATCH_S))
+            return len(found) - found.count(None)
+
+        return {**super().variants(), "ours": ours}
+
+    def prepare(self, chain: int) -> tuple[int, Any]:
+        """Return the arguments of the variants."""
+        return chain, self._names(chain)
+
+    def verify(self) -> None:
+        """Check every byte of every value. Raises BenchFailed."""
+        for chain in range(self.work.chains):
+            self.out[:] = 0
+            self.check("ours", self.variants()["ours"](self.prepare(chain)))
+            self._content.check(self.out, self._hashes(chain), f"batch {chain} over TCP")
+
+    def _names(self, chain: int) -> list[bytes]:
+        return [b"batch/%d/%d" % (chain, number) for number in range(self.work.pages)]
+
+    def _hashes(self, chain: int) -> list[bytes]:
+        return [key_hash(object_root(""), name) for name in self._names(chain)]
 
 
 def plain_bytes(work: BenchWork) -> int:
@@ -149,10 +199,30 @@ def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
         port = scene.enter_context(plain_sender(work))
         reading = RemoteReading(source.store.cache(work.layout), work, server, port)
         scene.enter_context(closing(reading))
-        reading.verify()
-        steps = walk(work.chains, stage.settings.quick)
-        seconds = alternate(reading.variants(), steps, stage.settings.rounds, reading.prepare, reading.check)
-        cpu_s_per_gb = cpu_per_gb(reading, child, steps)
+        return [_measure(stage, name, bar, reading, child)]
+
+
+def get_objects(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
+    """Measure reads of 32 objects from another node's memory over one stream."""
+    stage.clear()
+    settings = stage.settings
+    work = BenchWork(geometry, 0, settings.walk_bytes // BenchWork(geometry, 0, 1).chain_bytes)
+    with ExitStack() as scene:
+        daemon = stage.daemon(scene, settings.walk_bytes + settings.extent_bytes)
+        child, server = scene.enter_context(data_server(stage, daemon.name))
+        port = scene.enter_context(plain_sender(work))
+        store = scene.enter_context(connect(daemon.name))
+        reading = ObjectReading(store, work, server, port)
+        scene.enter_context(closing(reading))
+        return [_measure(stage, name, bar, reading, child)]
+
+
+def _measure(stage: Stage, name: str, bar: Bar | None, reading: RemoteReading, child: Child) -> Result:
+    reading.verify()
+    work = reading.work
+    steps = walk(work.chains, stage.settings.quick)
+    seconds = alternate(reading.variants(), steps, stage.settings.rounds, reading.prepare, reading.check)
+    cpu_s_per_gb = cpu_per_gb(reading, child, steps)
     best, chain_bytes = quickest(seconds, PLAINS), work.chain_bytes
     details = {
         "batch_pages": work.pages,
@@ -161,7 +231,7 @@ def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
         "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
     }
     ours, limit = speeds(seconds["ours"], chain_bytes), speeds(seconds[best], chain_bytes)
-    return [result(name, Kind.SPEED, ours, limit, bar=bar, limit_is=f"plain sockets, {best}", details=details)]
+    return result(name, Kind.SPEED, ours, limit, bar=bar, limit_is=f"plain sockets, {best}", details=details)
 
 
 def cpu_per_gb(reading: RemoteReading, child: Child, steps: list[int]) -> dict[str, float]:

@@ -93,6 +93,12 @@ _ROWS = (
         partial(nvme.get_while_demoting, geometry="2m"),
     ),
     *_sized("remote_get", "get over TCP, 32 pages of {} / plain sockets", (0.8, 0.8, 0.6), remote.get),
+    Row(
+        "remote_objects_256k",
+        "get over TCP, 32 objects of 256 KiB / plain sockets",
+        None,
+        partial(remote.get_objects, geometry="256k"),
+    ),
     Row("find_512", "lookup of 512 pages over three nodes / one bare round trip", _at_most(2.5), find.find),
     *(
         Row(f"hbm_{verb}_{size}", f"{way}, frames of {SIZES[size]} / one plain pinned copy", Bar(bar), measure)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_reads, "SILENCE_S", 3.0)
     monkeypatch.setattr(peer_reads, "LOSS_S", 10.0)
     monkeypatch.setattr(find_pages, "OWNER_S", 3.0)
+
+
+def kill_node(machine: Machine, name: str, daemon: Daemon) -> None:
+    """The end of a machine: neither its daemon nor its data server is there any more."""
+    server = find_data_server(NodeFolder.at(machine.folder(name)))
+    assert server is not None
+    daemon.kill()
+    os.kill(server.pid, signal.SIGKILL)
 
 
 class Pool:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.hosts import LMCACHE, LMCACHE_ENV, AnsweringWorker
-from tests.helpers.processes import Machine
+from tests.helpers.pool import kill_node
+from tests.helpers.processes import Machine, wait_until
 
 CHUNK_BYTES = 256 << 10
 ANSWER_S = 60.0
@@ -118,6 +119,19 @@ def test_chunks_outlive_processes_and_faults_are_misses(machine: Machine, tmp_pa
     node.kill()
     shutil.rmtree(machine.folder("pool"))
     assert not any(other.do("load", 0, 8)["done"])
+
+
+def test_chunks_of_another_node_are_loaded_and_its_end_is_a_miss(machine: Machine, tmp_path: Path) -> None:
+    flags = {"dram": "64MiB", "catalog": f"file:{tmp_path / 'catalog'}"}
+    node, _ = machine.serve("a", **flags), machine.serve("b", **flags)
+    one, other = worker(machine, plugin("a")), worker(machine, plugin("b"))
+    assert one.do("store", 0, 8)["done"] == [True] * 8
+    wait_until("b finds them", lambda: other.do("lookup", 0, 8)["done"] == [True] * 8, ANSWER_S)
+    assert other.do("load", 0, 4) | {"used": 0} == {"done": [True] * 4, "right": [True] * 4, "used": 0}
+    kill_node(machine, "a", node)
+    loaded = other.do("load", 0, 8)
+    assert loaded["right"] == loaded["done"], "a miss, and never wrong bytes"
+    assert other.do("store", 8, 2)["done"] == [True] * 2
 
 
 def test_a_folder_of_weights_keeps_chunks_apart(machine: Machine, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.adapters.mooncake.install import SHIM
 from tests.helpers.hosts import SGLANG, SGLANG_ENV, AnsweringWorker
+from tests.helpers.pool import kill_node
 from tests.helpers.processes import Machine, wait_until
 
 ANSWER_S = 60.0
@@ -100,6 +101,19 @@ def test_engines_that_differ_never_mix(machine: Machine) -> None:
     writer, reader = start(machine, mla=True), start(machine, mla=True, tp_rank=1)
     ready(writer, reader)
     assert writer.do("set") == [True] * 4 and reader.do("get") == [True] * 4
+
+
+def test_pages_of_another_node_come_back_and_its_end_is_a_miss(machine: Machine, tmp_path: Path) -> None:
+    flags = {"dram": "64MiB", "catalog": f"file:{tmp_path / 'catalog'}"}
+    node, _ = machine.serve("a", **flags), machine.serve("b", **flags)
+    one, other = start(machine, extra={**OURS, "node": "a"}), start(machine, extra={**OURS, "node": "b"})
+    ready(one, other)
+    assert one.do("set") == [True] * 4
+    wait_until("b finds them", lambda: other.do("exists") == 4, ANSWER_S)
+    assert other.do("get") == [True] * 4
+    kill_node(machine, "a", node)
+    other.do("get")  # asserts that pages that were found have their content
+    assert other.do("set", 10) == [True] * 4 == other.do("get", 10)
 
 
 def test_pages_of_all_ranks_are_found_together(machine: Machine) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.hosts import VLLM, VLLM_ENV, AnsweringWorker
-from tests.helpers.processes import Machine
+from tests.helpers.pool import kill_node
+from tests.helpers.processes import Machine, wait_until
 
 START_S = 120.0
 ANSWER_S = 60.0
@@ -70,6 +71,19 @@ def test_chunks_outlive_the_first_tier_and_its_process(machine: Machine, tmp_pat
     node.kill()
     shutil.rmtree(machine.folder("pool"))
     assert one.do("load", 0, 8) == [False] * 8
+
+
+def test_chunks_of_another_node_are_loaded_and_its_end_is_a_miss(machine: Machine, tmp_path: Path) -> None:
+    flags = {"dram": "64MiB", "catalog": f"file:{tmp_path / 'catalog'}"}
+    node, _ = machine.serve("a", **flags), machine.serve("b", **flags)
+    one, other = started(machine, node="a"), started(machine, node="b")
+    for each in (one, other):
+        assert each.wait_for(1, START_S) == {"ready": True}
+    assert one.do("store", 0, 8) == [True] * 8
+    wait_until("b finds them", lambda: other.do("load", 0, 4) == [True] * 4, ANSWER_S)
+    kill_node(machine, "a", node)
+    assert len(other.do("load", 0, 8)) == 8, "a miss where they are gone"
+    assert other.do("store", 10, 2) == [True] * 2 == other.do("load", 10, 2)
 
 
 def test_a_chunk_that_cannot_be_loaded_is_a_miss_until_it_is_stored_again(machine: Machine, tmp_path: Path) -> None:

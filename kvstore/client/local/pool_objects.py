@@ -194,7 +194,7 @@ class PoolObjects:
             part = positions[start:]
             part = part[: objects_per_request([names[at] for at in part])]
             request = ObjectsRequest(salt, [names[at] for at in part], [limits[at] for at in part])
-            receive = partial(_receive, request=request, targets=_Targets(part, target_of), budget=budget)
+            receive = partial(receive_objects, request=request, targets=ObjectTargets(part, target_of), budget=budget)
             try:
                 with budget.transfer() as silence_s:
                     facts = self._peers.call(node, budget.transfer_deadline_s(0), silence_s, receive)
@@ -206,7 +206,7 @@ class PoolObjects:
             start += len(part)
 
 
-class _Targets:
+class ObjectTargets:
     """The targets of the objects of one request, by their position in it. Each is made once."""
 
     def __init__(self, positions: Sequence[int], target_of: TargetOf) -> None:
@@ -215,6 +215,7 @@ class _Targets:
         self._made: dict[int, tuple[ObjectFacts, Scattered]] = {}
 
     def of(self, position: int, facts: ObjectFacts) -> Scattered:
+        """Return the target of the object at this position of the request."""
         made = self._made.get(position)
         if made is None or made[0].value_bytes != facts.value_bytes:
             made = facts, self._target_of(self._positions[position], facts)
@@ -238,8 +239,8 @@ def _by_node(positions: Sequence[int], holders: Sequence[Sequence[str]]) -> dict
     return chosen
 
 
-def _receive(
-    link: DataConnection, request: ObjectsRequest, targets: _Targets, budget: TimeBudget
+def receive_objects(
+    link: DataConnection, request: ObjectsRequest, targets: ObjectTargets, budget: TimeBudget
 ) -> list[ObjectFacts | None]:
     """Send a request, receive its reply, and return the facts about objects that arrived as a whole, or that are larger
     than their limits.
@@ -273,7 +274,7 @@ def _receive_parts(
     link: DataConnection,
     body_bytes: int,
     reply: ObjectsReply,
-    targets: _Targets,
+    targets: ObjectTargets,
     damaged: set[int],
     deadline_s: float,
 ) -> None:
