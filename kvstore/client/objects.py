@@ -201,7 +201,7 @@ class ObjectVerbs(ABC):
 
     def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "", *, local: bool = False) -> list[int]:
         """Copy each value into its entry of ``outs``, a buffer or a list of buffers. Return the values' lengths; -1 for
-        a missing value.
+        a missing value. Buffers in device memory must not overlap.
 
         If a member of a group is missing, the other members of the group in ``keys`` are missing too: what was copied
         into their buffers is not valid.
