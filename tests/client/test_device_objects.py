@@ -371,6 +371,11 @@ def test_a_driver_copies_values_and_refuses_a_stream_that_records(
         wait_until("all frames are given back", lambda: not frames(store).get("reserved"))
 
 
+def has_work(device: HostDevice) -> bool:
+    with device.changed:
+        return any(work.writes for work in device.pending())
+
+
 def test_a_store_that_is_closed_during_a_late_copy_keeps_its_frames(
     machine: Machine, device: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +395,7 @@ def test_a_store_that_is_closed_during_a_late_copy_keeps_its_frames(
 
         thread = threading.Thread(target=put)
         thread.start()
-        wait_until("its frames are granted", lambda: frames(other).get("reserved", 0) > 0)
+        wait_until("the copy has begun", lambda: has_work(device))
         store.close()
         thread.join(30)
     assert len(failures) == 1
