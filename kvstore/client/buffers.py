@@ -480,5 +480,12 @@ def _of_dlpack(buffer: Any, field: str) -> tuple[Any, _Array]:
 
 def any_rows(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, apart: bool = False) -> Rows | DeviceRows:
     """Call ``rows_to_read`` for host memory, and ``device_rows_to_read`` for device memory."""
+    if (
+        type(buffer) is np.ndarray
+        and buffer.dtype is _U8
+        and buffer.shape == (rows, row_bytes)
+        and buffer.flags.c_contiguous
+    ):
+        return buffer
     read = device_rows_to_read if on_device(buffer) else rows_to_read
     return read(buffer, row_bytes, rows, field, apart=apart)

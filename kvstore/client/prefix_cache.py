@@ -101,7 +101,8 @@ class PrefixCache(ABC):
                 raise InvalidRequest("tokens", "must be keys of this cache's layout, salt and adapter")
             if extras is not None:
                 raise InvalidRequest("extras", "must be absent: the keys contain them")
-            return tokens.with_tag(self._tag())
+            tag = self._tag()
+            return tokens if tokens.tag == tag else tokens.with_tag(tag)
         return self.keys(tokens, extras)
 
     def _keys_to_store(

@@ -31,6 +31,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any, Final
 
@@ -281,21 +282,29 @@ class Keys:
     def identity_bytes(self) -> bytes:
         """The identity row of each page, end to end: key, root, extra and tokens, as its record stores them."""
         data, step = self.tokens.tobytes(), 4 * self.page_tokens
-        parts: list[bytes] = []
-        if self.extras is None:
-            middle = self.root + NO_EXTRA
-            for page, key in enumerate(self.hashes):
-                parts += (key, middle, data[page * step : (page + 1) * step])
-        else:
-            for page, (key, extra) in enumerate(zip(self.hashes, self.extras, strict=True)):
-                parts += (key, self.root, extra, data[page * step : (page + 1) * step])
-        return b"".join(parts)
+        extras = repeat(NO_EXTRA) if self.extras is None else self.extras
+        tokens = [data[start : start + step] for start in range(0, len(data), step)]
+        return b"".join(chain.from_iterable(zip(self.hashes, repeat(self.root), extras, tokens, strict=False)))
+
+    def columns(self, start: int, stop: int) -> tuple[bytes, bytes, bytes, bytes]:
+        """Return the columns of the identity rows of pages ``start`` to ``stop``: keys, the root, extras and tokens."""
+        width = self.page_tokens
+        extras = NO_EXTRA * (stop - start) if self.extras is None else b"".join(self.extras[start:stop])
+        keys, tokens = b"".join(self.hashes[start:stop]), self.tokens[start * width : stop * width].tobytes()
+        return keys, self.root, extras, tokens
 
 
 SPAN_PAGES: Final = 32
 FINGERPRINT_BYTES: Final = 8
+_NO_END: Final = 1 << 62  # of the last span
 
 Fingerprints = npt.NDArray[np.uint64]
+
+
+def span_stop(start: int) -> int:
+    """Return the page after the last one of the span that starts at page ``start``."""
+    stop = max(1, 2 * start) if start < SPAN_PAGES else start + SPAN_PAGES
+    return stop if stop < POSITION_MAX else _NO_END
 
 
 def starts_span(position: int) -> bool:
@@ -330,10 +339,13 @@ def spans_of(keys: list[bytes], position: int, before: int) -> list[int]:
         before: the name of the span that has the preceding page. Ignored if ``position`` is 0.
     """
     spans: list[int] = []
-    for at, key in enumerate(keys, position):
-        if starts_span(at):
-            before = fingerprint(key)
-        spans.append(before)
+    at, stop = position, position + len(keys)
+    while at < stop:
+        start = span_start(at)
+        before = fingerprint(keys[at - position]) if at == start else before
+        after = min(stop, span_stop(start))
+        spans += [before] * (after - at)
+        at = after
     return spans
 
 
@@ -368,8 +380,8 @@ def spans_between(first: int, stop: int) -> SpanRange:
     """Return the spans of pages ``first`` to ``stop`` (exclusive) of a chain. The range must not be empty."""
     starts = [span_start(first)]
     while True:
-        after = max(1, 2 * starts[-1]) if starts[-1] < SPAN_PAGES else starts[-1] + SPAN_PAGES
-        if after >= min(stop, POSITION_MAX):  # the last span has no end
+        after = span_stop(starts[-1])
+        if after >= stop:
             break
         starts.append(after)
     return SpanRange(tuple(starts), (first, *starts[1:]), (*(start - 1 for start in starts[1:]), stop - 1))

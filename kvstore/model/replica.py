@@ -14,6 +14,7 @@ never names two pages.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import cached_property
@@ -85,6 +86,22 @@ class Address(NamedTuple):
     generation: int
 
 
+def frame_runs(addresses: Sequence[Address]) -> list[tuple[int, int, int, int]]:
+    """Return ``(extent, first frame, i, j)`` for each run ``addresses[i:j]`` of consecutive frames of one extent."""
+    if not addresses:
+        return []
+    numbers, frames, _ = zip(*addresses, strict=True)
+    number, first, count = numbers[0], frames[0], len(frames)
+    if frames == (*range(first, first + count),) and numbers.count(number) == count:  # the usual case
+        return [(number, first, 0, count)]
+    runs, start = [], 0
+    for place in range(1, count + 1):
+        if place == count or frames[place] - place != frames[start] - start or numbers[place] != numbers[start]:
+            runs.append((numbers[start], frames[start], start, place))
+            start = place
+    return runs
+
+
 # An address in the index and on the wire.
 ADDRESS = struct.Struct("<IIQ")
 ADDRESS_DTYPE = np.dtype([("extent", "<u4"), ("frame", "<u4"), ("generation", "<u8")])
@@ -140,6 +157,11 @@ class FrameClass:
     def frame_bytes(self) -> int:
         """``page_bytes`` rounded up to ``FRAME_ALIGN``."""
         return aligned(self.page_bytes)
+
+    @cached_property
+    def numbers(self) -> tuple[int, int, int]:
+        """The three numbers, as the key of a table."""
+        return self.page_bytes, self.page_tokens, self.layers
 
     @cached_property
     def record(self) -> RecordFormat:

@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvstore import boundary, failpoint
 from kvstore.errors import OutOfSpace
 from kvstore.model.replica import (
     ADDRESS,
+    ADDRESS_BYTES,
     REPLICATED_INFO,
     SHARDS_MAX,
     STAMPED,
@@ -36,6 +38,7 @@ from kvstore.model.replica import (
     FrameState,
     RecordFormat,
     Tier,
+    frame_runs,
     identity_bytes,
     info_word,
     keys_of,
@@ -57,6 +60,7 @@ from kvstore.state import instructions as do
 from kvstore.state.interfaces import ChainRun, Rows
 from kvstore.tier.base import TierStore
 from kvstore.tier.dram import DramStore
+from kvstore.wire.control import pack_addresses
 
 log = logging.getLogger("kvstore.node")
 
@@ -387,16 +391,14 @@ class Performer:
         table: ExtentTable, frames: slice, rows: Rows, parents: list[bytes], infos: list[int], until_ns: int
     ) -> None:
         """Write the records' bytes between the word and the tail, in one store."""
-        fmt, digest = table.fmt, xxhash.xxh3_64_intdigest
+        fmt, digest, count = table.fmt, xxhash.xxh3_64_intdigest, len(parents)
         width = identity_bytes(fmt.page_tokens)  # lean records have no token ids
-        data = rows[:, :width].tobytes()
-        pad = bytes(fmt.parent.start - fmt.identity.stop)
-        lease = until_ns.to_bytes(8, "little")
-        bodies: list[bytes] = []
-        for i, parent in enumerate(parents):
-            identity = data[i * width : (i + 1) * width] + pad + parent
-            bodies += (identity, _info_bytes(infos[i], digest(identity)), lease)
-        block = np.frombuffer(b"".join(bodies), np.uint8).reshape(len(parents), -1)
+        data, pad = rows[:, :width].tobytes(), bytes(fmt.parent.start - fmt.identity.stop)
+        summed = [data[i * width : (i + 1) * width] + pad + parent for i, parent in enumerate(parents)]
+        words = [*chain.from_iterable(zip(infos, map(digest, summed), repeat(until_ns), strict=False))]
+        block = np.empty((count, len(summed[0]) + 24), np.uint8)
+        block[:, :-24] = np.frombuffer(b"".join(summed), np.uint8).reshape(count, -1)
+        block[:, -24:] = np.array(words, np.uint64).view(np.uint8).reshape(count, 24)
         table.rows[frames, fmt.before_writing] = block
 
     def _write_writer(self, instruction: do.WriteWriter) -> None:
@@ -538,26 +540,19 @@ class Performer:
 
         In a large, full node most runs have one page. Even then a slice of rows costs a tenth of an index array.
         """
-        start, (number, first, _) = 0, addresses[0]
-        for place, (extent, frame, _) in enumerate(addresses):
-            if frame - place != first - start or extent != number:
-                yield self.tables[number], slice(first, first + place - start), slice(start, place)
-                start, number, first = place, extent, frame
-        yield self.tables[number], slice(first, first + len(addresses) - start), slice(start, len(addresses))
+        for number, first, i, j in frame_runs(addresses):
+            yield self.tables[number], slice(first, first + j - i), slice(i, j)
 
 
 def _raw(addresses: list[Address]) -> list[bytes]:
     """Return addresses as entries of the index."""
-    return [ADDRESS.pack(*address) for address in addresses]
+    packed = pack_addresses(addresses)
+    return [packed[i : i + ADDRESS_BYTES] for i in range(0, len(packed), ADDRESS_BYTES)]
 
 
 def _is_replicated(standings: list[int]) -> bool:
     """Return True if the pages want a second copy. The pages of one instruction were put by one call."""
     return bool(standings[0] & REPLICATED_INFO)
-
-
-def _info_bytes(info: int, identity_sum: int) -> bytes:
-    return (info | identity_sum << 64).to_bytes(16, "little")
 
 
 def _frames_of(page: do.Copying | tuple[bytes, Address]) -> tuple[Address, ...]:

@@ -57,7 +57,7 @@ ClassOf = Callable[[int], FrameClass | None]
 
 
 def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -> ev.SealGranted:
-    """Return the event of a ``SEAL_GRANTED``. Its rows are a view of the message.
+    """Return the event of a ``SEAL_GRANTED``.
 
     Raises:
         InvalidRequest: the request is invalid.
@@ -66,14 +66,13 @@ def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -
     count, body = message.entries, message.body
     if count == 0:
         raise InvalidRequest("count", "must not be 0")
-    width = identity_bytes(frame_class.page_tokens)
     parent = control.unpack_key(body, 0)
     addresses = control.unpack_addresses(body, count, KEY_BYTES)
     start = KEY_BYTES + count * ADDRESS_BYTES
-    rows = control.unpack_rows(body, count, frame_class.page_tokens, start)
-    sums = None
+    rows = control.unpack_columns(body, count, frame_class.page_tokens, start)
+    stop, sums = start + control.columns_bytes(count, frame_class.page_tokens), None
     if message.flags & control.CHECKSUMS:
-        sums = _checksums(body, start + count * width, count, frame_class.layers)
+        sums = _checksums(body, stop, count, frame_class.layers)
     addresses = _of_class(addresses, frame_class, class_of)
     continues = bool(message.flags & control.CONTINUES)
     hints = control.unpack_hints(message)
@@ -81,7 +80,7 @@ def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -
     if message.flags & control.OBJECT:
         if count != 1 or sums is not None:
             raise InvalidRequest("count", "one object at a time, without checksums")
-        event.replaces = control.unpack_addresses(body, 1, start + width)[0]
+        event.replaces = control.unpack_addresses(body, 1, stop)[0]
         event.in_pool = message.b == control.IN_POOL
     return event
 

@@ -41,7 +41,7 @@ from kvstore.shm.folder import allocate
 COUNTERS_BYTES: Final = 4096
 MISS_REASONS: Final = ("absent", "generation", "identity", "checksum", "extent", "io")
 OPERATIONS: Final = ("get", "put", "put_async", "lookup", "lease")
-TIMED_NS: Final = 1_000_000  # shortest time between timed gets
+TIMED_NS: Final = 10_000_000  # shortest time between timed gets
 REUSE_SAMPLED: Final = 4  # one timed get in this many records the time since the last use of its pages
 
 # Two buckets per octave of nanoseconds: [1024, 1536), [1536, 2048), [2048, 3072) ..; one for less, one for more.

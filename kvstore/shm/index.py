@@ -343,19 +343,21 @@ class Index:
         except lmdb.Error as error:
             translate(error)
 
-    def longest(self, tier: Tier, keys: Sequence[bytes]) -> tuple[int, bytes | None]:
+    def longest(self, tier: Tier, keys: Sequence[bytes], mostly_new: bool = False) -> tuple[int, bytes | None]:
         """Return how many leading ``keys`` of a chain are in this tier, and the raw address of the last such page. A
         hint.
 
         The last key is looked up first (a full hit costs one look), then the first one (a full miss costs two). Then
         the search halves the range, because no page is stored without the pages before it. ``keys`` may start anywhere
-        in a chain.
+        in a chain. With ``mostly_new`` the first key is looked up before the last one (a full miss costs one look).
         """
         table = self._tables.tiers[tier]
         if not keys or table is None:
             return 0, None
         try:
             get = self._begin(table).get
+            if mostly_new and get(keys[0]) is None:
+                return 0, None
             raw: bytes | None = get(keys[-1])
             return (len(keys), raw) if raw is not None else _leading(get, keys)
         except lmdb.Error as error:

@@ -57,7 +57,7 @@ RING_BYTES: Final = 256 << 10  # per slot; its memory is allocated with its firs
 REQUEST_BYTES_MAX: Final = RING_BYTES // 2 - 32  # an empty ring always has room for one, wherever it begins
 
 _MAGIC: Final = int.from_bytes(b"KVSPUTS1", "little")
-_VERSION: Final = 2
+_VERSION: Final = 3
 _HEAD: Final = struct.Struct("<5Q")
 _WORDS_AT: Final = 4096
 _RINGS_AT: Final = 8192
@@ -187,7 +187,7 @@ class PutLog:
         published = words[_PUBLISHED + slot]
         room = RING_BYTES - (published - words[_DRAINED + slot])
         length = _RECORD.size + len(request)
-        size = _padded(length)
+        size = length + -length % 8
         at = published % RING_BYTES
         skipped = RING_BYTES - at if at + size > RING_BYTES else 0
         if words[_SESSION + slot] != session or not skipped + size <= room <= RING_BYTES:
@@ -198,7 +198,8 @@ class PutLog:
             published, at = published + skipped, 0
         start = ring + at
         digest = xxhash.xxh3_64_intdigest(request, published)
-        self._map[start : start + length] = _RECORD.pack(length, digest) + request
+        self._map[start : start + _RECORD.size] = _RECORD.pack(length, digest)
+        self._map[start + _RECORD.size : start + length] = request
         if failpoint.ACTIVE:
             failpoint.hit("client.recorded")
         words[_PUBLISHED + slot] = published + size

@@ -80,6 +80,11 @@ class Extent:
             self.owner = _wider(self.owner)
             self.set_owner(frame, owner)
 
+    def set_owners(self, frames: slice, owner: int) -> None:
+        """Set the number of the root whose pages are in these frames."""
+        self.set_owner(frames.start, owner)  # widens the array if necessary
+        self.owner[frames] = array(self.owner.typecode, (owner,)) * (frames.stop - frames.start)
+
     def release(self, frames: Iterable[int]) -> None:
         """Add these frames to the free ones."""
         self.free.extend(frames)

@@ -284,9 +284,10 @@ class NodeState:
         """
         reply, session = out[-1], self.sessions.get(event.session)
         assert type(reply) is do.Reply
-        if not event.number or session is None or _BUSY in reply.statuses:
+        statuses = reply.statuses
+        if not event.number or session is None or _BUSY in statuses or (statuses and not any(statuses)):
             return out
-        statuses = reply.statuses or [-1] * len(event.addresses)
+        statuses = statuses or [-1] * len(event.addresses)
         refused = {address for address, status in zip(event.addresses, statuses, strict=True) if status != _OK}
         freed = sorted(refused & session.granted)
         if freed:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.model.objects import HEAD_TAG, is_object_class
-from kvstore.model.replica import Address, FrameState, Tier, position_of, standing, turns_of
+from kvstore.model.replica import Address, FrameState, Tier, frame_runs, position_of, standing, turns_of
 from kvstore.state import instructions as do
 from kvstore.state import prefix_links
 from kvstore.state.directory_spans import spans_after, spans_at
@@ -68,7 +68,7 @@ class Leaving(NamedTuple):
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
-_SEALED = int(SEALED)  # a plain number, because every page of a put stores it
+_SEALED, _SEALED_BYTE = int(SEALED), bytes([SEALED])
 
 
 def standings_of(position: int, turns: int, count: int, hints: bytes = b"") -> list[int]:
@@ -309,15 +309,15 @@ class TierPages:
         """Mark these frames SEALED, each with one child."""
         extents = self.segment.extents
         size = extents[addresses[0].extent].pool.frame_class.frame_bytes
-        for (number, frame, _), span in zip(addresses, spans, strict=True):
-            extent = extents[number]
-            extent.span[frame] = span
-            extent.state[frame] = _SEALED
-            extent.children[frame] = 1
-            if before := extent.owner[frame]:
+        for number, first, i, j in frame_runs(addresses):
+            extent, count, place = extents[number], j - i, slice(first, first + j - i)
+            for before in filter(None, extent.owner[place]):
                 self.holdings.expect(before, -size)
-            extent.set_owner(frame, root)
-            extent.sealed += 1
+            extent.span[place] = array("Q", spans[i:j])
+            extent.state[place] = _SEALED_BYTE * count
+            extent.children[place] = array(extent.children.typecode, (1,)) * count
+            extent.set_owners(place, root)
+            extent.sealed += count
         self.holdings.add(root, len(addresses), len(addresses) * size)
 
     def _offer(self, address: Address, page: Page) -> None:

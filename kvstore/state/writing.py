@@ -369,7 +369,7 @@ class Writing:
 
     def follow(self, keys: list[bytes], out: list[do.Instruction]) -> None:
         """Hold pages that were just sealed for the reservations after them, and seal reservations that waited."""
-        waiting = deque(keys)
+        waiting = deque(keys if len(self.pending) else ())
         while waiting:
             for child in self.pending.children(waiting.popleft()):
                 self.hold_parent(child)

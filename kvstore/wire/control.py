@@ -22,13 +22,17 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.replica import (
     ADDRESS,
     ADDRESS_BYTES,
+    EXTRA,
+    IDENTITY_HEAD_BYTES,
+    KEY,
     KEY_BYTES,
+    ROOT,
     Address,
     FrameClass,
     identity_bytes,
 )
 
-PROTOCOL = 4
+PROTOCOL = 5
 HEAD = struct.Struct("<BBHIQQ")
 WRITER = struct.Struct("<QII")  # start of RESERVE's body: write group, shard, shards
 CHAINED = struct.Struct("<QQ")  # in the body of PUBLISH: position of the first page, span of the page before it
@@ -51,13 +55,15 @@ _CLASS = struct.Struct("<IHH")
 class Op(IntEnum):
     """A client's request. ``a`` and ``b`` are the header's two numbers; [n] means ``count`` of them."""
 
-    HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 4}. Reply: JSON about the node
+    HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 5}. Reply: JSON about the node
     GRANT = 2  # a=frame class, count=frames. Body: key of the new pages' parent, or nothing; then the root whose
     #            tenant is charged for these frames now, or nothing: it is charged when the pages are sealed.
     #            b: keep the last page that the session sealed under log number b or later; 0 for no page
     #            Reply: addresses [<= count], RESERVED for this session, unkeyed; or BUSY and none
-    SEAL_GRANTED = 3  # a=frame class, b=``IN_POOL`` or 0; body parent key, addresses [n], identity rows [n].
-    #                   Reply: statuses [n]
+    SEAL_GRANTED = (
+        3  # a=frame class, b=``IN_POOL`` or 0; body parent key, addresses [n], and the columns of the identity
+    )
+    #                rows: keys [n], the root of all pages, extras [n], token ids [n, page_tokens]. Reply: statuses [n]
     RESERVE = 4  # a=frame class, b=ttl_ms; body group u64, shard u32, shards u32, parent key, identity rows [n]
     #              Reply: statuses [n] padded to 8, addresses [n] (zero where none); BUSY from one page onward
     SEAL = 5  # a=shard; body addresses [n]. Reply: statuses [n]
@@ -172,6 +178,27 @@ def unpack_rows(body: memoryview, count: int, page_tokens: int, offset: int) -> 
     width = identity_bytes(page_tokens)
     _need(body, offset + count * width)
     return np.frombuffer(body, np.uint8, count * width, offset).reshape(count, width)
+
+
+def unpack_columns(body: memoryview, count: int, page_tokens: int, offset: int) -> npt.NDArray[np.uint8]:
+    """Return new identity rows ``[count, 48 + 4 * page_tokens]`` of pages with one root, from their columns in ``body``
+    at ``offset``."""
+    size = columns_bytes(count, page_tokens)
+    _need(body, offset + size)
+    columns = np.frombuffer(body, np.uint8, size, offset)
+    rows = np.empty((count, identity_bytes(page_tokens)), np.uint8)
+    extras_at = count * KEY_BYTES + KEY_BYTES
+    tokens_at = extras_at + count * KEY_BYTES
+    rows[:, KEY] = columns[: count * KEY_BYTES].reshape(count, KEY_BYTES)
+    rows[:, ROOT] = columns[count * KEY_BYTES : extras_at]
+    rows[:, EXTRA] = columns[extras_at:tokens_at].reshape(count, KEY_BYTES)
+    rows[:, IDENTITY_HEAD_BYTES:] = columns[tokens_at:].reshape(count, -1)
+    return rows
+
+
+def columns_bytes(count: int, page_tokens: int) -> int:
+    """Return the length of the columns of ``count`` identity rows."""
+    return count * (identity_bytes(page_tokens) - KEY_BYTES) + KEY_BYTES
 
 
 def unpack_hints(message: Message) -> bytes:

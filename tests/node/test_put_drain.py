@@ -59,7 +59,7 @@ class Published:
         grant = ev.Grant(time.monotonic_ns(), SESSION, CLASS, len(keys), False, anchor, root=root)
         addresses = sorted(self.node.handle(grant).addresses)
         assert len(addresses) == len(keys)
-        body = keys.parent, pack_addresses(addresses), keys.identity_bytes
+        body = keys.parent, pack_addresses(addresses), *keys.columns(0, len(keys))
         return encode(op, 0, count=len(keys), a=pack_class(CLASS), flags=flags, body=body)
 
     def frames(self) -> int:
@@ -118,7 +118,8 @@ def test_a_record_that_makes_no_sense_is_passed_over(published: Published) -> No
 def test_pages_named_twice_and_frames_of_nobody_are_refused(published: Published) -> None:
     keys = chain(1, 2)
     request = published.request(keys)
-    first, second = request[-2 * 16 - len(keys.identity_bytes) :][:16], request[-len(keys.identity_bytes) - 16 :][:16]
+    columns = sum(map(len, keys.columns(0, 2)))
+    first, second = request[-2 * 16 - columns :][:16], request[-columns - 16 :][:16]
     published.publish(request.replace(second, first), request, request)
     published.node.puts.drain()
     assert published.log.is_drained and published.has(keys) in (0, 2)

@@ -21,7 +21,7 @@ def test_two_frames_of_an_extent_that_is_gone_are_stale(machine: Machine) -> Non
     mapped = node_of(cache).writable()
     put = LocalPut(mapped, chain(2, 2), cache.frame_class)
     gone = [Address(4711, 0, 9), Address(4711, 1, 10)]
-    body = (bytes(16), pack_addresses(gone), chain(2, 2).identity_bytes)
+    body = (bytes(16), pack_addresses(gone), *chain(2, 2).columns(0, 2))
     reply = mapped.exchange(Op.SEAL_GRANTED, count=2, a=put._pool.class_number, body=body)
     assert list(bytes(reply.body[:2])) == [int(Status.STALE)] * 2
     assert cache.get(keys, np.zeros((2, SMALL.page_bytes), np.uint8)).pages == 2

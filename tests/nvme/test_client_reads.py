@@ -256,9 +256,9 @@ def test_what_was_read_is_marked_and_told_once(shelf: Shelf, cache: kvstore.Pref
 
 
 def _never_of_nvme(verb: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(index: Index, tier: Tier, keys: Any) -> Any:
+    def asked(index: Index, tier: Tier, keys: Any, *about: Any) -> Any:
         assert tier is Tier.DRAM
-        return verb(index, tier, keys)
+        return verb(index, tier, keys, *about)
 
     return asked
 

@@ -146,7 +146,7 @@ def test_only_the_file_that_was_asked_for_is_opened(folder: NodeFolder, log: Put
     assert PutLog.open(folder, 0) is None
     assert PutLog.open(folder, log.id + 2) is None
     whole = folder.puts.read_bytes()[:4096]
-    for changed in (b"KVSPUTS2" + whole[8:], whole[:8] + b"\3" + whole[9:]):
+    for changed in (b"KVSPUTS2" + whole[8:], whole[:8] + b"\4" + whole[9:]):
         with open(folder.puts, "r+b") as file:
             file.write(changed)
         assert PutLog.open(folder, log.id) is None

@@ -77,12 +77,11 @@ class LocalCache(PrefixCache):
 
     def _tag(self) -> bytes:
         """Return the suffix that this root's keys have in the pool that was mapped last."""
-        return self._tag_in(self._node.last)
-
-    def _tag_in(self, mapped: MappedNode | None) -> bytes:
-        if mapped is not None and mapped.secret is not self._pool_tag[0]:
-            self._pool_tag = mapped.secret, tag_of(mapped.secret, self.root)
-        return self._pool_tag[1]
+        mapped, (secret, tag) = self._node.last, self._pool_tag
+        if mapped is not None and mapped.secret is not secret:
+            tag = tag_of(mapped.secret, self.root)
+            self._pool_tag = mapped.secret, tag
+        return tag
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -328,12 +327,13 @@ class LocalCache(PrefixCache):
         """Store pages, and return how many are new. Without ``wait``, pages are published where that is possible, and
         the node seals them later."""
         start_ns = time.monotonic_ns()
-        keys = self._keys_to_store(tokens, extras, retention, replicas)
+        is_plain = retention == () and replicas is None and self.replicas is None  # the usual case, with fewer calls
+        keys = self._page_keys(tokens, extras) if is_plain else self._keys_to_store(tokens, extras, retention, replicas)
         put = self._start_put(keys, pages, checksum, wait)
         new = put.result()
         if wait and keys.hints and keys.hints[0] & REPLICATED:
             put.wait_for_copies()
-        put.counters.took(PUT, start_ns)
+        put.mapped.counters.took(PUT, start_ns)
         return new
 
     def put_async(
@@ -349,16 +349,18 @@ class LocalCache(PrefixCache):
         """Start storing pages. Return a future with the number of new pages."""
         start_ns = time.monotonic_ns()
         put = self._start_put(self._keys_to_store(tokens, extras, retention, replicas), pages, checksum, True)
-        put.counters.took(PUT_ASYNC, start_ns)
+        put.mapped.counters.took(PUT_ASYNC, start_ns)
         put.leave()
         return put
 
     def _start_put(self, keys: Keys, pages: Any, checksum: bool, wait: bool) -> LocalPut:
         rows = any_rows(pages, self.page_bytes, len(keys.hashes))
         mapped = self._node.writable()
-        keys = keys.with_tag(self._tag_in(mapped))
-        self._name(mapped)
-        publishes = not wait and LocalPut.may_publish(mapped)
+        if (mapped.secret, keys.tag) != self._pool_tag:
+            keys = mapped.in_pool(keys)
+        if not mapped.is_named(self.root):
+            self._name(mapped)
+        publishes = not wait and mapped.publishes
         count_stored = stored_or_published if publishes else stored_pages
         stored, last = count_stored(mapped, keys, self._closed)
         below = pages_below(mapped, keys, stored, self._closed) if stored < len(rows) else ()

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from kvstore.client.local.publisher import Copies, Publisher
 from kvstore.client.store import AFTER_FORK
 from kvstore.errors import (
@@ -27,7 +29,7 @@ from kvstore.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kvstore.model.replica import Status
+from kvstore.model.replica import ADDRESS_DTYPE, Status
 from kvstore.safe_files import open_plain
 from kvstore.shm.counters import SessionCounters
 from kvstore.shm.folder import NodeFolder
@@ -366,8 +368,8 @@ class SocketChannel:
             return False
         reply = self._waiting.popleft()
         if reply.op is Op.GRANT and message.op == Status.OK:
-            granted = control.unpack_addresses(message.body, message.entries)
-            self._generation_max = max([self._generation_max, *(address.generation for address in granted)])
+            granted = np.frombuffer(message.body, ADDRESS_DTYPE, message.entries)
+            self._generation_max = max(self._generation_max, int(granted["generation"].max(initial=0)))
         reply._message = message
         reply._state = _DONE
         return True

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvstore.client.buffers import DevicePart, DeviceRows
 from kvstore.client.device_link import COPY_DEADLINE_S, DeviceCopies, link_of
 from kvstore.client.local.copying import checksums_of, count_in_place
-from kvstore.client.local.grants import GrantPool
+from kvstore.client.local.grants import GrantedFrames, GrantPool
 from kvstore.client.local.index_lookup import locate
 from kvstore.client.local.lease import RunLease
 from kvstore.client.local.node import LocalNode, MappedNode
@@ -24,7 +24,6 @@ from kvstore.client.value_buffers import Part
 from kvstore.device.host_memory import copy
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Unavailable
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import Address
 from kvstore.shm.header import DaemonState
 from kvstore.wire.data import ChainQuery
 
@@ -124,24 +123,24 @@ def leased_for_copy(mapped: MappedNode, runs: list[Run]) -> Iterator[None]:
         lease.release()
 
 
-def from_device(mapped: MappedNode, rows: DeviceRows, addresses: list[Address], pool: GrantPool) -> None:
+def from_device(mapped: MappedNode, rows: DeviceRows, frames: GrantedFrames, pool: GrantPool) -> None:
     """Copy rows in device memory into granted frames, and wait for the copy. Call it within ``mapped.channel.copies``.
 
     Raises:
         DeviceLost: the copy failed.
         DeadlineExceeded: the device may still write into the frames; see ``device_writes``.
     """
-    link, pairs, frames = link_of(rows.device), [], frames_of(mapped, addresses)
-    for extent, frame, i, j in frames:
+    link, pairs, runs = link_of(rows.device), [], mapped_runs(mapped, frames)
+    for extent, frame, i, j in runs:
         pairs.append((extent.pages[frame : frame + j - i], rows[i:j]))
         extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # replaces the last use of the frame's old page
-    with device_writes(mapped, addresses, pool):
-        event = link.copy(pairs, [extent for extent, *_ in frames], to_device=False)
+    with device_writes(mapped, frames, pool):
+        event = link.copy(pairs, [extent for extent, *_ in runs], to_device=False)
         link.wait(event, pairs)
 
 
 @contextlib.contextmanager
-def device_writes(mapped: MappedNode, addresses: list[Address], pool: GrantPool) -> Iterator[None]:
+def device_writes(mapped: MappedNode, frames: GrantedFrames, pool: GrantPool) -> Iterator[None]:
     """Copy from a device into these granted frames within this context, and within ``mapped.channel.copies``.
 
     If the copy fails, the frames are forfeit. If it does not end in time, the device may still write into the frames:
@@ -153,44 +152,28 @@ def device_writes(mapped: MappedNode, addresses: list[Address], pool: GrantPool)
         mapped.channel.copies.keep_open()
         raise
     except BaseException:
-        pool.forfeit(addresses)
+        pool.forfeit(frames)
         raise
 
 
-def frame_checksums(mapped: MappedNode, addresses: list[Address], layers: int) -> npt.NDArray[np.uint32]:
-    """Return the checksums of the pages in these frames, uint32 ``[pages, layers]``. Raises as ``frames_of``."""
-    frames = frames_of(mapped, addresses)
-    return np.concatenate([checksums_of(extent.pages[frame : frame + j - i], layers) for extent, frame, i, j in frames])
+def frame_checksums(mapped: MappedNode, frames: GrantedFrames, layers: int) -> npt.NDArray[np.uint32]:
+    """Return the checksums of the pages in these frames, uint32 ``[pages, layers]``. Raises as ``mapped_runs``."""
+    runs = mapped_runs(mapped, frames)
+    return np.concatenate([checksums_of(extent.pages[frame : frame + j - i], layers) for extent, frame, i, j in runs])
 
 
-def frames_of(mapped: MappedNode, addresses: list[Address]) -> list[tuple[MappedExtent, int, int, int]]:
-    """Return ``(mapped extent, first frame, i, j)`` for each run ``addresses[i:j]`` of consecutive frames.
+def mapped_runs(mapped: MappedNode, frames: GrantedFrames) -> list[tuple[MappedExtent, int, int, int]]:
+    """Return ``(mapped extent, first frame, i, j)`` for each run ``frames[i:j]`` of consecutive frames.
 
     Raises:
         NodeUnavailable: an extent no longer exists, because the node was recreated.
     """
-    frames = []
-    for number, frame, i, j in frame_runs(addresses):
-        extent = mapped.dram.extent(number)
+    runs = []
+    for number, frame, i, j in frames.runs:
+        extent = mapped.dram.extents.get(number) or mapped.dram.extent(number)
         if extent is None:
             raise NodeUnavailable(f"extent {number} is gone: the node was recreated")
-        frames.append((extent, frame, i, j))
-    return frames
-
-
-def frame_runs(addresses: list[Address]) -> list[tuple[int, int, int, int]]:
-    """Return ``(extent, first frame, i, j)`` for each run ``addresses[i:j]`` of ascending, consecutive frames of one
-    extent."""
-    count = len(addresses)
-    first, last = addresses[0], addresses[-1]
-    if first.extent == last.extent and last.frame - first.frame == count - 1:
-        return [(first.extent, first.frame, 0, count)]
-    runs, start = [], 0
-    for i in range(1, count + 1):
-        previous = addresses[i - 1]
-        if i == count or addresses[i].extent != previous.extent or addresses[i].frame != previous.frame + 1:
-            runs.append((previous.extent, addresses[start].frame, start, i))
-            start = i
+        runs.append((extent, frame, i, j))
     return runs
 
 

@@ -7,24 +7,16 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from itertools import chain, pairwise
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, overload
+
+import numpy as np
 
 from kvstore.client.local.publisher import Channel, PendingReply
 from kvstore.client.prefix_cache import PendingPut
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, QuotaExceeded, Unavailable
-from kvstore.model.replica import Address, FrameClass, FrameState, Status
-from kvstore.wire.control import (
-    AHEAD,
-    BATCH_MAX,
-    NO_REPLY,
-    Op,
-    batch_pages,
-    pack_addresses,
-    pack_class,
-    unpack_addresses,
-)
+from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, ADDRESS_DTYPE, Address, FrameClass, FrameState, Status
+from kvstore.wire.control import AHEAD, BATCH_MAX, NO_REPLY, Op, batch_pages, pack_addresses, pack_class
 
 # A batch is copied while the node seals the batch before it. But a request wakes the node, often on the same core, and
 # so takes as long as copying half a MiB. By measurement, 16 MiB is best for pages of 64 KiB to 2 MiB.
@@ -39,6 +31,78 @@ OVER_QUOTA = "the tenant's quota is used up by pages that cannot be evicted"
 BUSY_PAUSE_S = 0.002  # pause before another request to a node that is saving pages to free space
 
 _RESERVED = int(FrameState.RESERVED)
+_address = ADDRESS.unpack_from
+
+
+class GrantedFrames(Sequence[Address]):
+    """The addresses of granted frames, in the form of requests. Immutable; a slice copies 16 bytes per frame.
+
+    Attributes:
+        raw: the addresses, without gaps.
+        runs: ``(extent, first frame, i, j)`` for each run ``[i:j]`` of consecutive frames of one extent.
+    """
+
+    __slots__ = ("raw", "runs")
+
+    def __init__(self, raw: bytes, runs: tuple[tuple[int, int, int, int], ...]) -> None:
+        self.raw = raw
+        self.runs = runs
+
+    @classmethod
+    def of(cls, addresses: Iterable[Address]) -> GrantedFrames:
+        """Return these addresses as ``GrantedFrames``, in the same order."""
+        return cls.of_raw(pack_addresses(addresses))
+
+    @classmethod
+    def of_raw(cls, raw: bytes) -> GrantedFrames:
+        """Return the addresses in ``raw`` as ``GrantedFrames``, in the same order."""
+        count = len(raw) // ADDRESS_BYTES
+        if count < 2:
+            return cls(raw, ((*_address(raw)[:2], 0, 1),) if count else ())
+        fields = np.frombuffer(raw, ADDRESS_DTYPE)
+        places = fields["extent"].astype(np.int64) << 32 | fields["frame"]
+        starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist()]
+        firsts = places[starts].tolist()
+        stops = [*starts[1:], count]
+        runs = [(at >> 32, at & 0xFFFFFFFF, i, j) for at, i, j in zip(firsts, starts, stops, strict=True)]
+        return cls(raw, tuple(runs))
+
+    @classmethod
+    def ascending(cls, parts: Iterable[GrantedFrames]) -> GrantedFrames:
+        """Return the addresses of all ``parts`` in ascending order."""
+        runs = sorted([part[i:j] for part in parts for _, _, i, j in part.runs], key=lambda run: run.runs[0])
+        return cls.of_raw(b"".join([run.raw for run in runs]))
+
+    def split(self) -> list[GrantedFrames]:
+        """Return each run as ``GrantedFrames`` of its own."""
+        return [self[i:j] for _, _, i, j in self.runs]
+
+    def __len__(self) -> int:
+        return len(self.raw) // ADDRESS_BYTES
+
+    def __iter__(self) -> Iterator[Address]:
+        return map(Address._make, ADDRESS.iter_unpack(self.raw))
+
+    @overload
+    def __getitem__(self, place: int) -> Address: ...
+    @overload
+    def __getitem__(self, place: slice) -> GrantedFrames: ...
+    def __getitem__(self, place: int | slice) -> Address | GrantedFrames:
+        if not isinstance(place, slice):
+            return Address._make(_address(self.raw, range(len(self))[place] * ADDRESS_BYTES))
+        start, stop, step = place.indices(len(self))
+        assert step == 1, "slices are consecutive"
+        if start >= stop:
+            return NO_FRAMES
+        runs = [
+            (extent, frame + max(start - i, 0), max(i - start, 0), min(j, stop) - start)
+            for extent, frame, i, j in self.runs
+            if i < stop and j > start
+        ]
+        return GrantedFrames(self.raw[start * ADDRESS_BYTES : stop * ADDRESS_BYTES], tuple(runs))
+
+
+NO_FRAMES = GrantedFrames(b"", ())
 
 
 class Purpose(NamedTuple):
@@ -78,8 +142,10 @@ class GrantPool:
         self.ahead_max = max(1, min(AHEAD_FRAMES_MAX, AHEAD_BYTES_MAX // frame_class.frame_bytes))
         self._channel = channel
         self._lock = threading.Lock()
-        self._runs: list[list[Address]] = []  # ascending runs of consecutive frames
-        self._forfeited: list[Address] = []  # frames to return to the node
+        self.row = channel.counters.row(frame_class.page_bytes, frame_class.page_tokens)  # where new pages are counted
+        self._free: list[GrantedFrames] = []  # runs of consecutive frames, ascending
+        self._count = 0  # number of frames in all of them
+        self._forfeited = bytearray()  # the addresses of frames to return to the node
         self._used_s = 0.0  # when frames were last taken
         self._timer: threading.Timer | None = None
         self._request_ahead: PendingReply | None = None  # a request for frames whose reply is not read
@@ -87,54 +153,66 @@ class GrantPool:
         self._late: list[PendingReply] = []  # requests without a reply at their deadline; the channel bounds them
 
     def __len__(self) -> int:
-        return sum(map(len, self._runs))
+        return self._count
 
     @property
     def is_idle(self) -> bool:
         """True if the pool has no frame, and none is requested or being returned."""
         is_waiting = self._request_ahead is not None or self._timer is not None
-        return not (self._runs or self._forfeited or self._unread or self._late or is_waiting)
+        return not (self._free or self._forfeited or self._unread or self._late or is_waiting)
 
-    def take(self, count: int) -> list[Address]:
+    def take(self, count: int) -> GrantedFrames:
         """Take up to ``count`` frames, and return them ascending. They come from the shortest run that has ``count``
         frames, or from the shortest runs if there is none.
 
         Therefore, long runs are kept for large puts. A put into one run is one copy, and its pages are evicted
         together.
         """
-        if self._request_ahead is not None and len(self) < count:
+        if self._request_ahead is not None and self._count < count:
             self._read_request_ahead()
         with self._lock:
             self._used_s = time.monotonic()
-            best: list[Address] = []
-            for run in self._runs:
-                if len(run) >= count and (not best or len(run) < len(best)):
-                    best = run
-            if len(best) > count:
-                frames = best[:count]
-                del best[:count]
-                return frames
-            frames = []
-            for run in [best] if best else sorted(self._runs, key=len):
-                part = run[: count - len(frames)]
-                del run[: len(part)]
-                frames += part
-            self._runs = [run for run in self._runs if run]
-        return frames if best else sorted(frames)
+            free, size = self._free, count * ADDRESS_BYTES
+            best, best_bytes = -1, 0
+            for place, run in enumerate(free):
+                run_bytes = len(run.raw)
+                if run_bytes >= size and (best < 0 or run_bytes < best_bytes):
+                    best, best_bytes = place, run_bytes
+            if best < 0:
+                return self._take_short_runs(count)
+            self._count -= count
+            if best_bytes == size:
+                return free.pop(best)
+            raw, ((extent, frame, _, stop),) = free[best].raw, free[best].runs
+            free[best] = GrantedFrames(raw[size:], ((extent, frame + count, 0, stop - count),))
+            return GrantedFrames(raw[:size], ((extent, frame, 0, count),))
 
-    def fill_ahead(self, used: int, purpose: Callable[[], Purpose]) -> None:
+    def _take_short_runs(self, count: int) -> GrantedFrames:
+        """Take up to ``count`` frames from the shortest runs. The caller holds ``_lock``."""
+        parts: list[GrantedFrames] = []
+        for run in sorted(self._free, key=len):
+            if count:
+                parts.append(run[:count])
+                self._free.remove(run)
+                if len(run) > count:
+                    self._free.append(run[count:])
+                count -= len(parts[-1])
+        frames = GrantedFrames.ascending(parts)
+        self._count -= len(frames)
+        return frames
+
+    def fill_ahead(self, used: int, purpose: Callable[[int], Purpose], page: int) -> None:
         """Request frames for further puts like the last one, which has used ``used`` frames, if too few remain. A later
-        ``take`` reads the reply. ``purpose`` is called only if frames are requested."""
-        if self._request_ahead is not None:
+        ``take`` reads the reply. ``purpose`` is called with ``page`` only if frames are requested."""
+        remaining, frames_max = self._count, min(self.ahead_max, AHEAD_PUTS * used)
+        is_enough = (remaining >= 2 * used and 2 * remaining >= frames_max) or remaining >= frames_max
+        if is_enough:
             return
         with self._lock:
-            remaining = sum(map(len, self._runs))
-            frames_max = min(self.ahead_max, AHEAD_PUTS * used)
-            is_enough = (remaining >= 2 * used and 2 * remaining >= frames_max) or remaining >= frames_max
-            if is_enough or self._request_ahead is not None:
+            if self._request_ahead is not None:
                 return
             with contextlib.suppress(Unavailable):
-                self._request_ahead = self._send_request(frames_max - remaining, purpose(), AHEAD)
+                self._request_ahead = self._send_request(frames_max - remaining, purpose(page), AHEAD)
             if self._timer is None and self._request_ahead is not None:
                 self._start_timer()
 
@@ -153,18 +231,18 @@ class GrantPool:
             with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
                 self.add(self.granted(reply))
 
-    def add(self, addresses: list[Address]) -> None:
+    def add(self, frames: GrantedFrames) -> None:
         """Add frames that were granted, or that their taker has not sealed. Frames beyond ``ahead_max`` are returned to
         the node."""
-        if not addresses:
+        if not frames.raw:
             return
         with self._lock:
-            frames = sorted([*chain.from_iterable(self._runs), *addresses])
-            surplus = frames[self.ahead_max :]
-            self._runs = _runs(frames[: self.ahead_max])
+            frames = GrantedFrames.ascending([*self._free, frames])
+            self._free = frames[: self.ahead_max].split()
+            self._count = min(self.ahead_max, len(frames))
             if self._timer is None:
                 self._start_timer()
-        self.forfeit(surplus)
+        self.forfeit(frames[self.ahead_max :])
 
     def add_unread(self, put: PendingPut) -> None:
         """Keep a put whose result the caller may never read. The pool reads it when ``PUTS_UNREAD_MAX`` others wait, or
@@ -203,11 +281,11 @@ class GrantPool:
         if time.monotonic() - self._used_s >= IDLE_S:
             self._read_puts(0)
         with self._lock:
-            self._timer, unused = None, []
+            self._timer, unused = None, NO_FRAMES
             if time.monotonic() - self._used_s >= IDLE_S:
-                unused, self._runs = [*chain.from_iterable(self._runs)], []
+                unused, self._free, self._count = GrantedFrames.ascending(self._free), [], 0
             # Another thread may have sent a request.
-            if self._runs or self._unread or self._late or self._request_ahead is not None:
+            if self._free or self._unread or self._late or self._request_ahead is not None:
                 self._start_timer()
         self.forfeit(unused)
 
@@ -221,9 +299,9 @@ class GrantPool:
         body = (purpose.before, self.root)
         return self._channel.request(Op.GRANT, count=count, a=number, b=since, flags=flags, body=body)
 
-    def granted(self, reply: PendingReply) -> list[Address]:
-        """Wait for the reply to a request, and return the granted frames, ascending. The list is empty if the node has
-        no free frames, or has none yet. Frames in a reply that arrives after its deadline are added to the pool.
+    def granted(self, reply: PendingReply) -> GrantedFrames:
+        """Wait for the reply to a request, and return the granted frames, ascending. There are none if the node has no
+        free frames, or has none yet. Frames in a reply that arrives after its deadline are added to the pool.
 
         Raises:
             QuotaExceeded: the tenant's quota is used up.
@@ -239,9 +317,9 @@ class GrantPool:
             raise
         if message.op == Status.OVER_QUOTA:
             raise QuotaExceeded(OVER_QUOTA)
-        return sorted(unpack_addresses(message.body, message.entries))
+        return GrantedFrames.ascending([GrantedFrames.of_raw(bytes(message.body[: message.entries * ADDRESS_BYTES]))])
 
-    def take_granted(self, count: int, purpose: Purpose, timeout_s: float) -> list[Address]:
+    def take_granted(self, count: int, purpose: Purpose, timeout_s: float) -> GrantedFrames:
         """Take ``count`` frames, and wait for the node to grant those that the pool lacks. Then request more frames for
         similar puts.
 
@@ -259,16 +337,16 @@ class GrantPool:
                 more = self.wait_granted(self.request(missing, purpose), missing, purpose, deadline)
                 if not more:
                     break
-                frames = sorted([*frames, *more])
+                frames = GrantedFrames.ascending([frames, more])
         except QuotaExceeded:
             pass
         except Unavailable:
             self.add(frames)
             raise
-        self.fill_ahead(count, lambda: purpose)
+        self.fill_ahead(count, lambda _: purpose, 0)
         return frames
 
-    def wait_granted(self, reply: PendingReply, count: int, purpose: Purpose, deadline: float) -> list[Address]:
+    def wait_granted(self, reply: PendingReply, count: int, purpose: Purpose, deadline: float) -> GrantedFrames:
         """Wait for the reply to a request, and return the granted frames. Send the request again if the daemon ended
         before it replied, and until ``deadline`` while the node is saving pages to free space. Raises as ``granted``
         and ``request``."""
@@ -283,12 +361,11 @@ class GrantPool:
             frames = self.granted(reply)
         return frames
 
-    def forfeit(self, addresses: list[Address]) -> None:
+    def forfeit(self, frames: GrantedFrames) -> None:
         """Give up frames. The caller must no longer write into them. They return to the node now, or once it is
         available again."""
-        if addresses:
-            with self._lock:
-                self._forfeited += addresses
+        with self._lock:
+            self._forfeited += frames.raw
         with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
             self._return_forfeited(timeout_s=0.0)
         with self._lock:
@@ -298,14 +375,16 @@ class GrantPool:
     def _return_forfeited(self, timeout_s: float | None = None) -> None:
         while self._forfeited:
             with self._lock:
-                part = self._forfeited[:BATCH_MAX]
-                del self._forfeited[:BATCH_MAX]
+                raw = bytes(self._forfeited[: BATCH_MAX * ADDRESS_BYTES])
+                del self._forfeited[: len(raw)]
+            if not raw:
+                return  # another thread has sent them
+            count = len(raw) // ADDRESS_BYTES
             try:
-                body = (pack_addresses(part),)
-                self._channel.request(Op.REVOKE, count=len(part), flags=NO_REPLY, body=body, timeout_s=timeout_s)
+                self._channel.request(Op.REVOKE, count=count, flags=NO_REPLY, body=(raw,), timeout_s=timeout_s)
             except Unavailable:
                 with self._lock:
-                    self._forfeited += part
+                    self._forfeited += raw
                 raise
 
 
@@ -315,12 +394,12 @@ class GrantPools:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._pools: dict[tuple[FrameClass, bytes], GrantPool] = {}
+        self._pools: dict[tuple[tuple[int, int, int], bytes], GrantPool] = {}
 
     def of(self, frame_class: FrameClass, root: bytes = b"") -> GrantPool:
         """Return the pool of a class, created at its first use. When there are ``POOLS_MAX`` pools, idle ones are
         dropped first."""
-        key = frame_class, root
+        key = frame_class.numbers, root
         pool = self._pools.get(key)
         if pool is not None:
             return pool
@@ -338,13 +417,3 @@ class GrantPools:
 def is_still_granted(address: Address, word: int) -> bool:
     """Return whether ``word``, the current word of a granted frame, says RESERVED under the generation of the grant."""
     return word == address.generation << 8 | _RESERVED
-
-
-def _runs(frames: list[Address]) -> list[list[Address]]:
-    """Split ascending frames into runs of consecutive ones."""
-    starts = [
-        i
-        for i, (previous, frame) in enumerate(pairwise(frames), 1)
-        if frame.extent != previous.extent or frame.frame != previous.frame + 1
-    ]
-    return [frames[start:stop] for start, stop in pairwise([0, *starts, len(frames)])]

@@ -24,7 +24,6 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, FrameState, Status, word_of
-from kvstore.shm.header import Header
 from kvstore.shm.index import IndexDamaged
 from kvstore.wire.control import BATCH_MAX, HINT, NO_REPLY, Op, pack_json, unpack_json
 
@@ -187,7 +186,6 @@ def _request_parts(raw: bytes) -> Iterator[bytes]:
 LAYOUT_BYTES_MAX = 4096  # longest layout (as JSON) that is sent, which bounds the memory that the node needs for names
 NAMED_MAX = 1 << 14  # named roots that a client remembers; naming a root twice does no harm
 _AS_HINT = b"?"  # suffix of a root that was named by a hint only
-_NAMES_FORGOTTEN = Header.names_forgotten.position
 
 
 def name_root(
@@ -228,8 +226,7 @@ def name_objects(
 
 
 def _must_name(mapped: MappedNode, root: bytes, as_hint: bool) -> bool:
-    named, forgotten = mapped.named, mapped.words[_NAMES_FORGOTTEN]
-    if named.get(root) == forgotten or (as_hint and named.get(root + _AS_HINT) == forgotten):
+    if mapped.is_named(root) or (as_hint and mapped.is_named(root + _AS_HINT)):
         return False
     return not as_hint or accepts_hints(mapped)
 

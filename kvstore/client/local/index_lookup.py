@@ -174,11 +174,11 @@ def reopen_index(mapped: MappedNode) -> bool:
     return True
 
 
-def _search_index(mapped: MappedNode, hashes: list[bytes], closed: bool) -> LastPage:
-    """Return how many leading keys the index lists in DRAM."""
+def _search_index(mapped: MappedNode, hashes: list[bytes], closed: bool, mostly_new: bool = False) -> LastPage:
+    """Return how many leading keys the index lists in DRAM. ``mostly_new``: see ``Index.longest``."""
     try:
         if closed:
-            return mapped.index.longest(mapped.dram.tier, hashes)
+            return mapped.index.longest(mapped.dram.tier, hashes, mostly_new)
         raws = mapped.index.find_many(mapped.dram.tier, hashes)
     except IndexDamaged:
         return 0, None
@@ -211,14 +211,21 @@ def stored_or_published(mapped: MappedNode, keys: Keys, closed: bool) -> LastPag
     for _ in range(INDEX_READS_MAX):
         if publisher is None:
             break
-        drained = published.drained
-        stored, last = _check_root(mapped, keys, _search_index(mapped, hashes, closed), closed)
+        log = published.current()
+        positions = log.positions() if log is not None else b""
+        drained = positions[len(positions) // 2 :]
+        stored, last = _search_index(mapped, hashes, closed, mostly_new=True)
+        if last is not None:
+            stored, last = _check_root(mapped, keys, (stored, last), closed)
         if stored == len(hashes):
             return stored, last
-        own = publisher.leading(hashes, stored)
-        is_other = not own and published.is_in_other_slot(hashes[stored], publisher.slot)
+        own, is_other = 0, False
+        if 2 * drained != positions:
+            own = publisher.leading(hashes, stored)
+            is_other = not own and published.is_in_other_slot(hashes[stored], publisher.slot)
         # If the node took pages in between, both the index and the log may have missed a page: try again.
-        if published.drained == drained and not reopen_index(mapped):
+        is_unchanged = log is None or log.drained() == drained
+        if is_unchanged and (mapped.words[_EPOCH] == mapped.epoch or not reopen_index(mapped)):
             if not is_other:
                 return stored + own, last
             break
@@ -268,7 +275,10 @@ def pages_below(mapped: MappedNode, keys: Keys, start: int, closed: bool) -> Col
     them."""
     readers = mapped.lower.values()
     if closed:
-        return range(start, start + max((_leading_pages(mapped, reader, keys, start) for reader in readers), default=0))
+        count = 0
+        for reader in readers:
+            count = max(count, _leading_pages(mapped, reader, keys, start))
+        return range(start, start + count)
     return set[int]().union(*(_tier_pages(mapped, reader, keys, start) for reader in readers))
 
 
@@ -332,7 +342,7 @@ def _leading_pages(mapped: MappedNode, reader: LowerReader, keys: Keys, start: i
     index, tier, hashes = mapped.index, reader.tier, keys.hashes
     try:
         # The first key alone usually shows that there are none.
-        if start == len(hashes) or index.find(tier, hashes[start]) is None:
+        if index.find_many(tier, hashes[start : start + 1]) in ([], [None]):
             return 0
         if not reader.closed:
             return len(_leading_with_root(index.find_many(tier, hashes[start:]), keys.root, reader.root_at))

@@ -66,8 +66,9 @@ class RunLease:
         mapped, publisher = self._mapped, self._mapped.channel.publisher
         if self._is_answered and publisher is not None:
             request = encode(Op.RELEASE, 0, a=self.number, flags=NO_REPLY)
-            if publisher.publish(request, [], mapped.header):
-                return
+            with mapped.channel.copies:
+                if publisher.publish(request, [], mapped.header):
+                    return
         mapped.channel.request(Op.RELEASE, a=self.number, flags=NO_REPLY, timeout_s=RELEASE_S)
 
     def _publish(self, runs: list[Run]) -> int:
@@ -80,7 +81,9 @@ class RunLease:
             return 0
         count = len(parts[0]) // ADDRESS_BYTES
         request = encode(Op.LEASE, 0, count=count, a=self.number, b=self._ttl_ms, flags=NO_REPLY, body=parts)
-        if not publisher.publish(request, [], mapped.header) or publisher.deciding:
+        with mapped.channel.copies:
+            is_published = publisher.publish(request, [], mapped.header)
+        if not is_published or publisher.deciding:
             return 0  # if the lease is published and then requested too, it is still one lease
         self._is_answered = True
         return count

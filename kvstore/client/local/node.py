@@ -27,7 +27,7 @@ from kvstore.model.prefix import Keys, tag_of
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.shm.counters import TIMED_NS
 from kvstore.shm.folder import NodeFolder, read_secret
-from kvstore.shm.header import Header, boot_id
+from kvstore.shm.header import DaemonState, Header, boot_id
 from kvstore.shm.index import Index
 from kvstore.tier.dram import SegmentMap
 from kvstore.wire.control import Message, Op
@@ -36,6 +36,8 @@ LOWER_READERS: dict[Tier, Callable[[NodeFolder, ReadThreads], LowerReader]] = {T
 """The lower tiers, the fastest first. To add one, write a ``LowerReader`` class and add a row here."""
 
 _EPOCH, _INCARNATION, _MOUNTS = Header.epoch.position, Header.incarnation.position, Header.mounts.position
+_NAMES_FORGOTTEN, _STATE = Header.names_forgotten.position, Header.state.position
+_READY = int(DaemonState.READY)
 
 
 class Embedded(Protocol):
@@ -185,6 +187,16 @@ class MappedNode:
         """Return the pool of frames of this class that are granted ahead. A root with a quota has pools of its own."""
         return self.pools.of(frame_class, root if root in self.limited else b"")
 
+    @property
+    def publishes(self) -> bool:
+        """True if puts can be published: this session has a log, and the node is serving. A quota does not matter,
+        because a tenant is charged when frames are granted."""
+        return self.channel.publisher is not None and self.words[_STATE] == _READY
+
+    def is_named(self, root: bytes) -> bool:
+        """Return whether the node has the name of this root, and has not forgotten it since."""
+        return self.named.get(root) == self.words[_NAMES_FORGOTTEN]
+
     def row(self, frame_class: FrameClass) -> int:
         """Return the row of this session's counters for pages of this class."""
         return self.counters.row(frame_class.page_bytes, frame_class.page_tokens)
@@ -214,6 +226,7 @@ class LocalNode:
 
     Attributes:
         refusal: why calls are refused; "" while the store is open.
+        last: the last result of ``mapped``.
         misses: the number of matches that ended early, by reason. Concurrent threads may lose counts.
         check_ns: when ``recheck`` is due.
         peer_reader: reads pages of other nodes; None if this process does not.
@@ -231,7 +244,8 @@ class LocalNode:
         self.pool_objects: PoolObjects | None = None
         self.workers = Workers(f"kvstore-{self.folder.name}")
         self._pid = os.getpid()
-        self._mapped: MappedNode | None = None
+        self.last: MappedNode | None = None
+        self._header_path = os.fspath(self.folder.header)
         self._header_id = (0, 0)
         self._lock = threading.Lock()
         self._threads = ReadThreads(f"kvstore-{self.folder.name}-nvme")
@@ -257,7 +271,7 @@ class LocalNode:
             InvalidRequest: the store is closed, or this is a forked child.
             VersionMismatch: the files are from another version.
         """
-        mapped = self._mapped
+        mapped = self.last
         if mapped is not None:
             words = mapped.words
             if words[_EPOCH] == mapped.epoch and words[_INCARNATION] == mapped.incarnation and not self.refusal:
@@ -274,6 +288,8 @@ class LocalNode:
         mapped = self.mapped()
         if mapped is not None and mapped.channel.ended:
             mapped = self._map()
+        if mapped is not None:
+            return mapped
         deadline = time.monotonic() + self.timeout_s
         while mapped is None:
             if time.monotonic() >= deadline or not self.path.is_dir():
@@ -281,11 +297,6 @@ class LocalNode:
             time.sleep(0.005)
             mapped = self.mapped()
         return mapped
-
-    @property
-    def last(self) -> MappedNode | None:
-        """The last result of ``mapped``, without a check."""
-        return self._mapped
 
     def missed(self, reason: str) -> None:
         """Count a match that ended early for this reason."""
@@ -295,7 +306,7 @@ class LocalNode:
         """Check whether the folder was purged or recreated, which mappings do not show. A get calls this once
         ``check_ns`` has passed."""
         self.check_ns = now_ns + TIMED_NS + now_ns % TIMED_NS
-        if self._mapped is not None and self._identify() != self._header_id:
+        if self.last is not None and self._identify() != self._header_id:
             self._map()
 
     def check_open(self) -> None:
@@ -307,7 +318,7 @@ class LocalNode:
         """End the session and refuse later calls. Existing views stay valid memory, but their contents may change."""
         if not self.refusal:
             self.refusal = "is closed"
-            mapped, self._mapped = self._mapped, None
+            mapped, self.last = self.last, None
             if mapped is not None:
                 mapped.hbm.close()
             if self.peer_reader is not None:
@@ -321,7 +332,7 @@ class LocalNode:
     def _identify(self) -> tuple[int, int]:
         """Return the device and inode of the header file; (0, 0) if there is none."""
         try:
-            status = os.stat(self.folder.header)
+            status = os.stat(self._header_path)
         except OSError:
             return 0, 0
         return status.st_dev, status.st_ino
@@ -331,7 +342,7 @@ class LocalNode:
         self.check_open()  # before the lock: in a forked child, another thread may have held it at the fork
         with self._lock:
             self.check_open()
-            old = self._mapped
+            old = self.last
             identity = self._identify()
             header = old.header if old is not None and identity == self._header_id else self._open_header()
             if header is None:
@@ -351,9 +362,9 @@ class LocalNode:
             lower = old.lower if old is not None else self._lower_readers()
             self._header_id = identity
             parts = self.folder, header, incarnation, epoch, index, dram, lower, channel, secret, old
-            self._mapped = MappedNode(*parts, self.timeout_s)
-            self._resources.pools = self._mapped.pools
-            return self._mapped
+            self.last = MappedNode(*parts, self.timeout_s)
+            self._resources.pools = self.last.pools
+            return self.last
 
     def _lower_readers(self) -> dict[Tier, LowerReader]:
         return {tier: reader(self.folder, self._threads) for tier, reader in LOWER_READERS.items()}
@@ -376,7 +387,7 @@ class LocalNode:
 
     def _unmap(self, old: MappedNode | None) -> None:
         """Drop the files of an old incarnation, which are no longer valid, and end its session."""
-        self._mapped = None
+        self.last = None
         if old is not None and self._resources.embedded is None:
             old.channel.close()
             old.pools.end()

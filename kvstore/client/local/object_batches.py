@@ -31,8 +31,8 @@ import numpy.typing as npt
 from kvstore import failpoint
 from kvstore.client.buffers import DeviceRows, Rows
 from kvstore.client.device_link import DeviceCopies
-from kvstore.client.local.frame_copies import PageFrame, copy_value, device_writes, frames_of, leased_for_copy
-from kvstore.client.local.grants import BATCH_BYTES, GrantPool, Purpose, is_still_granted
+from kvstore.client.local.frame_copies import PageFrame, copy_value, device_writes, leased_for_copy, mapped_runs
+from kvstore.client.local.grants import BATCH_BYTES, GrantedFrames, GrantPool, Purpose, is_still_granted
 from kvstore.client.local.index_lookup import Member, complete_groups, find_published
 from kvstore.client.local.node import MappedNode
 from kvstore.client.local.publisher import PendingReply
@@ -57,7 +57,7 @@ from kvstore.model.objects import (
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, KEY, Address, FrameClass, FrameState, Status, word_of
 from kvstore.shm.index import IndexDamaged
-from kvstore.wire.control import IN_POOL, NO_REPLY, OBJECT, Op, batch_objects, encode, pack_addresses
+from kvstore.wire.control import IN_POOL, NO_REPLY, OBJECT, Op, batch_objects, encode
 
 _SEALED = int(FrameState.SEALED)
 
@@ -438,23 +438,23 @@ def plan_object(
     return frame_class, About(name, value_bytes, pieces, new_nonces(stamp, 1)[0], group)
 
 
-def copy_from(source: Scattered, start: int, mapped: MappedNode, addresses: list[Address]) -> None:
+def copy_from(source: Scattered, start: int, mapped: MappedNode, frames: GrantedFrames) -> None:
     """Copy a value, starting at byte ``start``, into these frames, and wait for devices.
 
     Raises:
         NodeUnavailable: a frame no longer exists.
         DeviceLost, DeadlineExceeded: see ``DeviceCopies.finish``.
     """
-    pages, copies = _frames_to_fill(mapped, addresses), DeviceCopies(to_device=False)
+    pages, copies = _frames_to_fill(mapped, frames), DeviceCopies(to_device=False)
     copy_value(pages, source.parts, source.nbytes, copies, to_pages=True, start=start)
     copies.finish(_extents_of(pages))
 
 
-def _frames_to_fill(mapped: MappedNode, addresses: list[Address]) -> list[PageFrame]:
-    """Return the frames at these addresses, in order, and mark them as used now. Raises as ``frames_of``."""
+def _frames_to_fill(mapped: MappedNode, frames: GrantedFrames) -> list[PageFrame]:
+    """Return the place of each frame, in order, and mark the frames as used now. Raises as ``mapped_runs``."""
     pages: list[PageFrame] = []
     now_ns = time.monotonic_ns()
-    for extent, frame, i, j in frames_of(mapped, addresses):
+    for extent, frame, i, j in mapped_runs(mapped, frames):
         pages += [(extent, number) for number in range(frame, frame + j - i)]
         extent.last_use[frame : frame + j - i] = now_ns
     return pages
@@ -482,10 +482,10 @@ class _ObjectPagesPut(LocalPut):
         """True if the tenant's quota is used up."""
         return self._is_over_quota
 
-    def _copy(self, rows: Rows | DeviceRows, page: int, addresses: list[Address]) -> None:
+    def _copy(self, rows: Rows | DeviceRows, page: int, frames: GrantedFrames) -> None:
         start = self._start + page * self._pool.frame_class.page_bytes
-        with device_writes(self._mapped, addresses, self._pool):
-            copy_from(self._source, start, self._mapped, addresses)
+        with device_writes(self.mapped, frames, self._pool):
+            copy_from(self._source, start, self.mapped, frames)
 
 
 class PiecesPut(_ObjectPagesPut):
@@ -501,7 +501,7 @@ class PiecesPut(_ObjectPagesPut):
     def last_address(self) -> bytes | None:
         """Return the address of the last stored piece; None if there is none."""
         try:
-            raws = self._mapped.index.find_many(self._mapped.dram.tier, self._keys.hashes)
+            raws = self.mapped.index.find_many(self.mapped.dram.tier, self._keys.hashes)
         except IndexDamaged:
             return None
         return next((raw for raw in reversed(raws) if raw is not None), None)
@@ -516,7 +516,7 @@ class HeadPut(_ObjectPagesPut):
     """
 
     def __init__(self, mapped: MappedNode, keys: Keys, frame_class: FrameClass, replaced: bytes, in_pool: bool) -> None:
-        super().__init__(mapped, keys, frame_class)
+        super().__init__(mapped, keys, frame_class, OBJECT)
         self._replaced = replaced
         self._in_pool = IN_POOL if in_pool else 0
         self.is_busy = self.is_present = False
@@ -526,17 +526,13 @@ class HeadPut(_ObjectPagesPut):
         self._source, self._start = source, start
         self.send(np.empty((1, 0), np.uint8), 0)
 
-    def _seal(
-        self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address], body: tuple[bytes, ...]
-    ) -> None:
-        batch = SealBatch(page, addresses, (*body, self._replaced))
-        self._batches.append(batch)
-        self._request(batch)
+    def _body(self, page: int, frames: GrantedFrames) -> tuple[bytes, ...]:
+        return *super()._body(page, frames), self._replaced
 
     def _request(self, batch: SealBatch) -> None:
         number = self._pool.class_number
         fields = {"count": 1, "a": number, "b": self._in_pool, "flags": OBJECT}
-        batch.reply = self._mapped.channel.request(Op.SEAL_GRANTED, **fields, body=batch.body)
+        batch.reply = self.mapped.channel.request(Op.SEAL_GRANTED, **fields, body=batch.body)
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
 
@@ -563,7 +559,7 @@ class _ObjectBatch:
 
     pool: GrantPool
     objects: list[_NewObject]
-    addresses: list[Address]
+    frames: GrantedFrames
     body: tuple[bytes, ...]
     reply: PendingReply | None = None
 
@@ -603,7 +599,7 @@ class ObjectsPut:
         self._replaced, hidden = stored_heads(mapped, root, names, self._keys)
         # A new object replaces a member of another group that no reader finds.
         self._hidden = {position for position, other in hidden.items() if other != groups[position]}
-        self._publishes = not (wait or replace or self._hidden) and LocalPut.may_publish(mapped)
+        self._publishes = not (wait or replace or self._hidden) and mapped.publishes
         self._stored: list[bool | None] = [None] * len(names)
 
     def result(self) -> list[bool | None]:
@@ -623,10 +619,10 @@ class ObjectsPut:
             while unanswered:
                 unused = self._settle(unanswered[0])
                 batch = unanswered.popleft()  # before `add`, so that a failure forfeits no frame of the pool
-                batch.pool.add(unused)
+                batch.pool.add(GrantedFrames.of(unused))
         except BaseException:
             for batch in unanswered:
-                batch.pool.forfeit(batch.addresses)
+                batch.pool.forfeit(batch.frames)
             raise
         return self._stored
 
@@ -689,7 +685,7 @@ class ObjectsPut:
             self._copy(objects, frames)
         return _ObjectBatch(pool, objects, frames, body)
 
-    def _copy(self, objects: list[_NewObject], frames: list[Address]) -> None:
+    def _copy(self, objects: list[_NewObject], frames: GrantedFrames) -> None:
         """Copy the values of these objects into frames, and wait for devices. Raises as ``copy_from``."""
         pages, copies, first = _frames_to_fill(self._mapped, frames), DeviceCopies(to_device=False), 0
         for position, about, count in objects:
@@ -705,7 +701,7 @@ class ObjectsPut:
         if copies:
             copies.finish(_extents_of(pages))
 
-    def _body(self, frame_class: FrameClass, objects: list[_NewObject], frames: list[Address]) -> tuple[bytes, ...]:
+    def _body(self, frame_class: FrameClass, objects: list[_NewObject], frames: GrantedFrames) -> tuple[bytes, ...]:
         """Return the body of a request: the frames, the identity rows of the objects' pages, and the addresses of the
         heads that they replace."""
         root, width, keys = self._root, frame_class.page_tokens, self._keys
@@ -717,7 +713,7 @@ class ObjectsPut:
                 replaced.append(_NO_ADDRESS * about.pieces)
             rows.append(about.row(root, width, keys[position]))
             replaced.append(self._replaced[position] or _NO_ADDRESS)
-        return pack_addresses(frames), *rows, *replaced
+        return frames.raw, *rows, *replaced
 
     def _publish(self, batch: _ObjectBatch) -> bool:
         """Publish a batch in the log, after which readers find its objects. Return False if it must be sent as a
@@ -725,19 +721,20 @@ class ObjectsPut:
         publisher, mapped = self._mapped.channel.publisher, self._mapped
         if publisher is None:
             return False
-        count, number = len(batch.addresses), batch.pool.class_number
+        count, number = len(batch.frames), batch.pool.class_number
         request = encode(Op.SEAL_OBJECTS, 0, count=count, a=number, flags=NO_REPLY, body=batch.body)
-        if not publisher.publish(request, [self._keys[new.position] for new in batch.objects], mapped.header):
-            return False
+        with mapped.channel.copies:
+            if not publisher.publish(request, [self._keys[new.position] for new in batch.objects], mapped.header):
+                return False
         if failpoint.ACTIVE:
             failpoint.hit("client.published")
         for new in batch.objects:
             self._stored[new.position] = True
-        mapped.counters.put(mapped.row(batch.pool.frame_class), count)
+        mapped.counters.put(batch.pool.row, count)
         return True
 
     def _request(self, batch: _ObjectBatch) -> PendingReply:
-        count, number = len(batch.addresses), batch.pool.class_number
+        count, number = len(batch.frames), batch.pool.class_number
         reply = self._mapped.channel.request(Op.SEAL_OBJECTS, count=count, a=number, b=self._in_pool, body=batch.body)
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
@@ -747,7 +744,7 @@ class ObjectsPut:
         """Wait for the reply to a batch, and return the frames that were not used. The request is sent again if the
         daemon ended before it replied."""
         assert batch.reply is not None
-        count, is_resent = len(batch.addresses), False
+        count, is_resent = len(batch.frames), False
         try:
             message = batch.reply.result()
         except NodeUnavailable:
@@ -757,9 +754,9 @@ class ObjectsPut:
         unused, stale = list[Address](), list[Address]()
         first = sealed = 0
         for new in batch.objects:
-            addresses, status = batch.addresses[first : first + new.pages], statuses[first]
+            frames, status = batch.frames[first : first + new.pages], statuses[first]
             first += new.pages
-            head = addresses[-1]
+            head = frames[-1]
             if status == _OK or (is_resent and self._word(head) == word_of(head.generation, FrameState.SEALED)):
                 self._stored[new.position] = True
                 sealed += new.pages
@@ -768,10 +765,10 @@ class ObjectsPut:
                 self._stored[new.position] = False
             # The records show which frames are still granted to this session. All frames of an object have one status.
             # If it is STALE, the node does not list them as granted, so they are never written again.
-            granted = [address for address in addresses if is_still_granted(address, self._word(address))]
+            granted = [address for address in frames if is_still_granted(address, self._word(address))]
             (stale if status == _STALE else unused).extend(granted)
-        batch.pool.forfeit(stale)
-        self._mapped.counters.put(self._mapped.row(batch.pool.frame_class), sealed)
+        batch.pool.forfeit(GrantedFrames.of(stale))
+        self._mapped.counters.put(batch.pool.row, sealed)
         return unused
 
     def _may_replace(self, position: int) -> bool:

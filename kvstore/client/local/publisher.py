@@ -55,6 +55,11 @@ class Copies:
             self.__exit__()
             raise self._refusal()
 
+    def check(self) -> None:
+        """Raise the refusal after ``close``. Call this during a copy, before anything else is stored."""
+        if self._refusal is not None:
+            raise self._refusal()
+
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._in_flight -= 1
@@ -94,6 +99,7 @@ class Copies:
 
 _PUTS_ID, _PID = Header.puts_id.position, Header.pid.position
 WAITING_MAX: Final = 8192  # keys of published pages that are remembered; a slot has space for fewer pages
+NEWEST_MAX: Final = 64  # publications whose keys are not in the table of keys yet
 
 
 class Publisher:
@@ -113,6 +119,7 @@ class Publisher:
         self._lock = threading.Lock()
         self._log: PutLog | None = None
         self._waiting: dict[bytes, int] = {}  # where the record of each key ends; the node may have taken some in
+        self._newest: list[tuple[int, list[bytes]]] = []  # the same for the newest records, by record
         self.slot = -1
         self._daemon_pid = 0  # the daemon that has assigned the slot
 
@@ -129,32 +136,48 @@ class Publisher:
             return []
         with self._lock:
             self._log = PutLog.open(NodeFolder.at(self._folder), log_id) if log_id else None
-            self._waiting = {}
+            self._waiting, self._newest = {}, []
             self.slot = slot
         return old_log.undrained(old_slot, self._session) if old_log is not None else []
 
     def publish(self, request: bytes, keys: list[bytes], header: Header) -> int:
         """Publish a request. Return the position in the slot where its record ends, or 0 if it cannot be published now:
-        there is no slot, the slot is full, or the node has been restarted.
+        there is no slot, the slot is full, or the node has been restarted. Call it within ``Channel.copies``.
 
         Args:
-            keys: the keys of the pages that the request stores.
+            keys: the keys of the pages that the request stores. The list must not change afterwards.
             header: the node's header.
 
         Raises:
             KVStoreError: the refusal of ``Copies.close``, after the session has ended.
         """
-        with self._copies, self._lock:
+        self._copies.check()
+        with self._lock:
             log, words = self._log, header.words
             if log is None or log.id != words[_PUTS_ID] or self._daemon_pid != words[_PID]:
                 return 0
             position = log.append(self.slot, self._session, request)
-            if position:
-                if len(self._waiting) > WAITING_MAX:
-                    drained = self.drained
-                    self._waiting = {key: end for key, end in self._waiting.items() if end > drained}
-                self._waiting.update(dict.fromkeys(keys, position))
+            if position and keys:
+                self._newest.append((position, keys))
+                if len(self._newest) >= NEWEST_MAX:
+                    self._remember()
             return position
+
+    def _remember(self) -> None:
+        """Move the keys of ``_newest`` to ``_waiting``. The caller holds ``_lock``."""
+        newest, self._newest = self._newest, []
+        if len(self._waiting) > WAITING_MAX:
+            drained = self.drained
+            self._waiting = {key: end for key, end in self._waiting.items() if end > drained}
+        for position, keys in newest:
+            self._waiting.update(dict.fromkeys(keys, position))
+
+    def _ends(self) -> dict[bytes, int]:
+        """Return where the record of each key ends."""
+        if self._newest:
+            with self._lock:
+                self._remember()
+        return self._waiting
 
     @property
     def drained(self) -> int:
@@ -170,11 +193,11 @@ class Publisher:
 
     def holds(self, key: bytes) -> bool:
         """Return whether this session has published the page with this key and the node has not taken it in yet."""
-        return self._waiting.get(key, 0) > self.drained
+        return self._ends().get(key, 0) > self.drained
 
     def leading(self, keys: list[bytes], start: int) -> int:
         """Return for how many consecutive keys starting at ``start`` ``holds`` is true."""
-        waiting, page = self._waiting, start
+        waiting, page = self._ends(), start
         if keys[start] not in waiting:
             return 0
         drained = self.drained
@@ -290,6 +313,13 @@ class PutLogReader:
         log = self._log
         return log.drained() if log is not None else b""
 
+    def current(self) -> PutLog | None:
+        """Return the node's log. Open it again if the daemon has recreated it."""
+        if self._header.words[_PUTS_ID] != self._id:
+            self._id = self._header.words[_PUTS_ID]
+            self._log = PutLog.open(self._folder, self._id)
+        return self._log
+
     def is_unchanged(self, seen: bytes) -> bool:
         """Return whether the log has not changed since its positions were ``seen``, so that a miss in the index is
         final."""
@@ -309,7 +339,7 @@ class PutLogReader:
         Args:
             positions: the positions of the last call. If the log has not changed since, the result is False.
         """
-        log = self._current()
+        log = self.current()
         current = log.positions() if log is not None else b""
         return log is not None and current != positions and log.holder(key) >= 0, current
 
@@ -324,7 +354,7 @@ class PutLogReader:
         Returns:
             None if the miss is final. Otherwise the caller reads the index again, with the result as ``seen``.
         """
-        old_log, log = self._log, self._current()
+        old_log, log = self._log, self.current()
         seen = seen if log is old_log else b""
         if log is None or log.positions() == seen:
             return None
@@ -340,16 +370,9 @@ class PutLogReader:
 
     def take_in(self, channel: Channel) -> None:
         """Ask the node to take in everything that is published, before a scan of the index. Raises nothing."""
-        log = self._current()
+        log = self.current()
         if log is not None and not log.is_drained:
             self._ask(channel)
-
-    def _current(self) -> PutLog | None:
-        """Return the node's log. Open it again if the daemon has recreated it."""
-        if self._header.words[_PUTS_ID] != self._id:
-            self._id = self._header.words[_PUTS_ID]
-            self._log = PutLog.open(self._folder, self._id)
-        return self._log
 
     def _ask(self, channel: Channel) -> bool:
         """Ask the node to take in all published pages. Return False if it is not responding, or has not had a heartbeat

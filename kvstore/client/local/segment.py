@@ -177,8 +177,10 @@ class LocalSegment:
         publisher = channel.publisher
         request = encode(op, 0, count=count, a=self.number, flags=NO_REPLY, body=body)
         try:
-            if publisher is not None and publisher.publish(request, [], self._mapped.header):
-                return True
+            if publisher is not None:
+                with channel.copies:
+                    if publisher.publish(request, [], self._mapped.header):
+                        return True
             if time.monotonic_ns() >= self._no_messages_until_ns:
                 channel.request(op, count=count, a=self.number, body=body, timeout_s=ANSWER_S).result()
                 return True

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from kvstore import failpoint
 from kvstore.client.buffers import DeviceRows, Rows, on_device
 from kvstore.client.device_link import DeviceLink, PinnedExtent, link_of
-from kvstore.client.local.frame_copies import frame_runs
-from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
+from kvstore.client.local.grants import BUSY_PAUSE_S, NO_FRAMES, OVER_QUOTA, GrantedFrames
 from kvstore.client.local.hints import wait_for_saves
 from kvstore.client.local.index_lookup import stored_or_published, stored_pages
 from kvstore.client.local.node import LocalNode, MappedNode
@@ -34,7 +33,7 @@ from kvstore.device.base import DeviceEvent, DeviceLost
 from kvstore.device.host_memory import copy
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, Address, FrameClass, FrameState, Status
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, FrameState, Status
 from kvstore.model.shard import Shard
 from kvstore.wire.control import (
     BATCH_MAX,
@@ -44,7 +43,6 @@ from kvstore.wire.control import (
     Op,
     batch_pages,
     encode,
-    pack_addresses,
     pack_class,
     statuses_bytes,
 )
@@ -215,7 +213,7 @@ class LocalWriter(Writer):
         self._copies: AbstractContextManager[None] | None = None  # to enter for each copy; None without frames
         self._mapped: MappedNode | None = None
         self._put: LocalPut | None = None  # publishes the pages in granted frames
-        self._frames: list[Address] = []  # granted frames
+        self._frames = NO_FRAMES  # granted frames
         self._frames_until_s = 0.0  # the deadline of granted frames
         self._raw = b""  # the addresses of `pages_new`, concatenated
         self._runs: list[ReservedRun] = []
@@ -245,7 +243,7 @@ class LocalWriter(Writer):
         node, for pages whose parent is only on NVMe, and if no frames are free.
         """
         keys, publisher = self._keys, mapped.channel.publisher
-        if not self._is_whole or publisher is None or not LocalPut.may_publish(mapped):
+        if not self._is_whole or publisher is None or not mapped.publishes:
             return False
         start_s = time.monotonic()
         page, last = stored_or_published(mapped, keys, self._layout.attention == "full")
@@ -263,7 +261,7 @@ class LocalWriter(Writer):
         if not frames:
             return False  # RESERVE reports why
         self._put, self._frames, self._frames_until_s = put, frames, time.monotonic() + self._ttl_ms / 1000
-        self.pages_new, self._raw = list(range(page, page + len(frames))), pack_addresses(frames)
+        self.pages_new, self._raw = list(range(page, page + len(frames))), frames.raw
         self._publish_start(mapped, publisher, page)
         if failpoint.ACTIVE:
             failpoint.hit("client.begun")
@@ -272,14 +270,15 @@ class LocalWriter(Writer):
     def _publish_start(self, mapped: MappedNode, publisher: Publisher, page: int) -> None:
         """Publish which pages are written into the granted frames. A reader that waits for a page asks the node to take
         this in, and then reads the layers while they are written. If the log is full, readers wait for the seal."""
-        keys, width = self._keys, len(self._keys.identity_bytes) // len(self._keys)
+        keys = self._keys
         number, step = pack_class(self._class), batch_pages(self._class.page_tokens, self._class.layers)
         for part in request_parts(self._raw, step):
             count = len(part) // ADDRESS_BYTES
             parent = keys.hashes[page - 1] if page else keys.parent
-            body = (parent, part, keys.identity_bytes[page * width : (page + count) * width])
+            body = (parent, part, *keys.columns(page, page + count))
             request = encode(Op.BEGIN, 0, count=count, a=number, b=self._ttl_ms, flags=NO_REPLY, body=body)
-            publisher.publish(request, [], mapped.header)
+            with mapped.channel.copies:
+                publisher.publish(request, [], mapped.header)
             page += count
 
     def _request_frames(self, mapped: MappedNode) -> None:
@@ -346,8 +345,8 @@ class LocalWriter(Writer):
     def _frame_runs(self, addresses: npt.NDArray[np.void]) -> Iterator[tuple[int, int, int, int]]:
         """Yield ``(extent, first frame, first, count)`` for each run of consecutive pages in consecutive frames.
         ``first`` is the index of the run's first page in ``pages_new``."""
-        if self._put is not None:  # granted frames are ascending, and their pages are consecutive
-            for number, frame, i, j in frame_runs(self._frames):
+        if self._put is not None:  # the pages in granted frames are consecutive
+            for number, frame, i, j in self._frames.runs:
                 yield number, frame, i, j - i
             return
         for number, frame, first, words in address_runs(addresses, _RESERVED):
@@ -446,7 +445,7 @@ class LocalWriter(Writer):
         if self._mapped is None:
             return
         if self._put is not None:
-            frames, self._frames = self._frames, []
+            frames, self._frames = self._frames, NO_FRAMES
             self._publish_pages(self._put, frames)
             return
         try:
@@ -454,15 +453,15 @@ class LocalWriter(Writer):
         finally:
             self._mapped.claims.release(self)
 
-    def _publish_pages(self, put: LocalPut, addresses: list[Address]) -> None:
+    def _publish_pages(self, put: LocalPut, frames: GrantedFrames) -> None:
         """Publish the pages in granted frames. After the frames' deadline, forfeit them instead."""
         self._node.check_open()
         if failpoint.ACTIVE:
             failpoint.hit("client.sealing")
         if time.monotonic() > self._frames_until_s:
-            put.forfeit(addresses)
+            put.forfeit(frames)
             return
-        put.seal(self.pages_new[0], addresses)
+        put.seal(self.pages_new[0], frames)
         with contextlib.suppress(QuotaExceeded):  # the tenant has got a quota in the meantime, so nothing is sealed
             self.sealed = put.result()
 
@@ -510,7 +509,7 @@ class LocalWriter(Writer):
     def _abandon_frames(self) -> None:
         """Abandon the frames without returning them, because a device may still write into them. They stay unused until
         this process has ended."""
-        self._raw, self._runs, self._copies, self._frames = b"", [], None, []
+        self._raw, self._runs, self._copies, self._frames = b"", [], None, NO_FRAMES
         if self._mapped is not None:
             self._mapped.claims.release(self)
 
@@ -525,7 +524,7 @@ class LocalWriter(Writer):
         raw, self._raw, self._runs, self._copies = self._raw, b"", [], None
         if self._put is not None:
             self._node.check_open()
-            frames, self._frames = self._frames, []
+            frames, self._frames = self._frames, NO_FRAMES
             self._put.forfeit(frames)
             return
         try:

@@ -267,7 +267,7 @@ def stopped_put(a: Arguments) -> None:
     def stop_and_copy(self: LocalPut, rows: Any, page: int, addresses: Any) -> None:
         log("granted", frames=[tuple(address) for address in addresses])
         for extent, _, _ in addresses:  # mapped, as in the middle of a copy
-            self._mapped.dram.extent(extent)
+            self.mapped.dram.extent(extent)
         os.kill(os.getpid(), signal.SIGSTOP)
         copy(self, rows, page, addresses)
         log("copied")
