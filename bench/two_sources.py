@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.client.local.cache import LocalCache
 from tests.helpers.content import LARGE, chain, contents, prompt
 from tests.helpers.network import FarMachine, Network, why_not
 from tests.helpers.processes import put
@@ -54,10 +55,15 @@ def measure(folder: Path, network: Network, mbit: int, rounds: int) -> dict[str,
             assert np.array_equal(out, contents(chain(seed, PAGES, LARGE), LARGE)), f"chain {seed} has wrong bytes"
             return out.nbytes / seconds
 
-        def found(seed: int) -> bool:
-            return cache.lookup(prompt(seed, PAGES, LARGE)).pages == PAGES
+        def sources(seed: int) -> int:
+            assert isinstance(cache, LocalCache) and cache.node.peer_reader is not None
+            stretches = cache.node.peer_reader.find(cache._chain, chain(seed, PAGES, LARGE), 0, {""})
+            return 1 + len(stretches[0].others) if stretches and stretches[0].stop == PAGES else 0
 
-        while not all(network.inside("c").submit(found, seed).result(60) for seed in (*both, *one)):
+        expected = {**dict.fromkeys(both, 2), **dict.fromkeys(one, 1)}
+        deadline_s = time.monotonic() + 60
+        while not all(network.inside("c").submit(sources, seed).result(60) == n for seed, n in expected.items()):
+            assert time.monotonic() < deadline_s, "the pages are not announced"
             time.sleep(0.2)
         speeds: dict[str, list[float]] = {"two": [], "one": []}
         for number in range(rounds + 1):  # the first gets measure the links

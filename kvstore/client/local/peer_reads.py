@@ -412,7 +412,7 @@ class PeerReader:
         each of them is still fast enough."""
         if len(nodes) < 2 or len(keys) * chain.frame_class.page_bytes < STRIPE_BYTES_MIN:
             return 1
-        speed = mover.speed(view.peers[nodes[0]])
+        speed = max(mover.speed(view.peers[name]) for name in nodes)
         return max(1, min(len(nodes), SOURCES_MAX, int(speed / (2 * RATE_MIN)))) if speed < STRIPE_SPEED_MAX else 1
 
     def find_objects(
