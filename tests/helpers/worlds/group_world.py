@@ -175,7 +175,9 @@ class GroupWorld(TieredWorld):
         """See ``World.restart``."""
         if self.node.killed:
             self.check_found()
+        self._looks = True  # a start drops pages too
         super().restart()
+        self._looks = False
         self.check_found()
 
 
