@@ -339,13 +339,12 @@ def spans_of(keys: list[bytes], position: int, before: int) -> list[int]:
         before: the name of the span that has the preceding page. Ignored if ``position`` is 0.
     """
     spans: list[int] = []
-    at, stop = position, position + len(keys)
+    at, stop, start = position, position + len(keys), span_start(position)
     while at < stop:
-        start = span_start(at)
         before = fingerprint(keys[at - position]) if at == start else before
-        after = min(stop, span_stop(start))
-        spans += [before] * (after - at)
-        at = after
+        start = span_stop(start)
+        spans += [before] * (min(start, stop) - at)
+        at = start
     return spans
 
 

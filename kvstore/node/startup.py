@@ -311,7 +311,7 @@ def recover_tiers(
         failpoint.hit("node.recover")
     performer.index.unlist_groups()
     performer.perform(instructions)
-    header.mounts = 0
+    header.mounts, header.lower_tiers = 0, len(stores) - 1
     for event in mount_events(folder, header, living, now_ns()):
         performer.perform(state.handle(event))
     if not performer.index.agrees():

@@ -18,9 +18,9 @@ from kvstore.safe_files import open_plain
 from kvstore.shm.folder import NodeFolder
 
 HEADER_BYTES: Final = 4096
-FORMAT_VERSION: Final = 4  # of all files of a node's folder that have no version of their own
+FORMAT_VERSION: Final = 5  # of all files of a node's folder that have no version of their own
 _MAGIC: Final = int.from_bytes(b"KVSTORE1", "little")
-_WORDS: Final = 21  # number of words in use
+_WORDS: Final = 22  # number of words in use
 
 
 class DaemonState(IntEnum):
@@ -72,6 +72,7 @@ class Header:
     replicas = _Word(18)  # on how many nodes clients store a page unless they say otherwise; 0: the node is in no pool
     object_stamp = _Word(19)  # stamps up to this one are in tombstones: new objects get later stamps
     contact = _Word(20)  # when the node last had contact with its pool, in minutes since the epoch; 0: never
+    lower_tiers = _Word(21)  # number of tiers below DRAM that the node has
 
     def __init__(self, path: Path, map_: mmap.mmap) -> None:
         self.path = path

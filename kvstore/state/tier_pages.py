@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.model.objects import HEAD_TAG, is_object_class
-from kvstore.model.replica import Address, FrameState, Tier, frame_runs, position_of, standing, turns_of
+from kvstore.model.replica import Address, FrameState, Tier, address_of, frame_runs, position_of, standing, turns_of
 from kvstore.state import instructions as do
 from kvstore.state import prefix_links
 from kvstore.state.directory_spans import spans_after, spans_at
@@ -252,7 +252,7 @@ class TierPages:
             for frame, generation in zip(frames, generations, strict=True):
                 extent.generation[frame] = generation
                 extent.state[frame] = RESERVED
-            addresses += map(Address, repeat(extent.number), frames, generations)
+            addresses += map(address_of, zip(repeat(extent.number), frames, generations, strict=False))
         return addresses
 
     def seal(self, address: Address, key: bytes, root: bytes, parent: Address | None, info: int) -> None:
@@ -433,7 +433,7 @@ class TierPages:
         extent.generation[place] = array("Q", generations)
         self.generation += count
         extent.release(frames)
-        vacated.free += map(Address, repeat(extent.number), frames, generations)
+        vacated.free += map(address_of, zip(repeat(extent.number), frames, generations, strict=False))
 
     def must_erase(self, address: Address) -> bool:
         """Return True if the frame has to be erased before another page gets it."""

@@ -29,6 +29,7 @@ from kvstore.model.replica import (
     ROOT,
     Address,
     FrameClass,
+    address_of,
     identity_bytes,
 )
 
@@ -170,7 +171,7 @@ def unpack_addresses(body: memoryview | bytes, count: int, offset: int = 0) -> l
     """Return ``count`` addresses from ``body`` at ``offset``. Raises InvalidRequest if the body is too short."""
     stop = offset + count * ADDRESS_BYTES
     _need(body, stop)
-    return list(map(Address._make, ADDRESS.iter_unpack(body[offset:stop])))
+    return list(map(address_of, ADDRESS.iter_unpack(body[offset:stop])))
 
 
 def unpack_rows(body: memoryview, count: int, page_tokens: int, offset: int) -> npt.NDArray[np.uint8]:

@@ -21,6 +21,7 @@ from kvstore.client.local.nvme import NvmeRead
 from kvstore.model import prefix
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, Address, FrameClass, FrameState, Status, info_word, word_of
+from kvstore.shm.header import Header
 from kvstore.shm.index import Index
 from kvstore.shm.records import ExtentTable
 from kvstore.tier.nvme import frame_header, geometry
@@ -52,6 +53,9 @@ class Shelf:
         self.devices = NvmeDevices.open(disks, "", 4 * MIB)
         self.mapped = node_of(store).writable()
         self.devices.write_map(self.mapped.folder)
+        header = Header.open(self.mapped.folder, writable=True)
+        assert header is not None
+        header.lower_tiers = 1
         self.tables: dict[FrameClass, ExtentTable] = {}
         self.taken: dict[FrameClass, int] = {}
         self.generation = 1 << 40

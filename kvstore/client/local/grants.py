@@ -15,7 +15,16 @@ import numpy as np
 from kvstore.client.local.publisher import Channel, PendingReply
 from kvstore.client.prefix_cache import PendingPut
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, QuotaExceeded, Unavailable
-from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, ADDRESS_DTYPE, Address, FrameClass, FrameState, Status
+from kvstore.model.replica import (
+    ADDRESS,
+    ADDRESS_BYTES,
+    ADDRESS_DTYPE,
+    Address,
+    FrameClass,
+    FrameState,
+    Status,
+    address_of,
+)
 from kvstore.wire.control import AHEAD, BATCH_MAX, NO_REPLY, Op, batch_pages, pack_addresses, pack_class
 
 # A batch is copied while the node seals the batch before it. But a request wakes the node, often on the same core, and
@@ -81,7 +90,7 @@ class GrantedFrames(Sequence[Address]):
         return len(self.raw) // ADDRESS_BYTES
 
     def __iter__(self) -> Iterator[Address]:
-        return map(Address._make, ADDRESS.iter_unpack(self.raw))
+        return map(address_of, ADDRESS.iter_unpack(self.raw))
 
     @overload
     def __getitem__(self, place: int) -> Address: ...
@@ -89,7 +98,7 @@ class GrantedFrames(Sequence[Address]):
     def __getitem__(self, place: slice) -> GrantedFrames: ...
     def __getitem__(self, place: int | slice) -> Address | GrantedFrames:
         if not isinstance(place, slice):
-            return Address._make(_address(self.raw, range(len(self))[place] * ADDRESS_BYTES))
+            return address_of(_address(self.raw, range(len(self))[place] * ADDRESS_BYTES))
         start, stop, step = place.indices(len(self))
         assert step == 1, "slices are consecutive"
         if start >= stop:

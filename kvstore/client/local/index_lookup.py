@@ -27,6 +27,7 @@ from kvstore.shm.header import Header
 from kvstore.shm.index import GROUP_ENTRY, Index, IndexDamaged
 
 _EPOCH, _INCARNATION, _MOUNTS = Header.epoch.position, Header.incarnation.position, Header.mounts.position
+_LOWER_TIERS = Header.lower_tiers.position
 INDEX_READS_MAX = 8  # reads of the index while the node is taking in published pages
 
 RootAt = Callable[[bytes], bytes | None]
@@ -273,6 +274,8 @@ def stored_beyond(
 def pages_below(mapped: MappedNode, keys: Keys, start: int, closed: bool) -> Collection[int]:
     """Return the pages starting at ``start`` that are in a lower tier of the node, whether or not other tiers have
     them."""
+    if not mapped.words[_LOWER_TIERS]:
+        return ()
     readers = mapped.lower.values()
     if closed:
         count = 0
