@@ -28,8 +28,8 @@ Answer = bytearray | KVStoreError | None
 def ask_peers(links: PeerLinks, requests: Sequence[PeerRequest], reply: FrameKind, until_s: float) -> list[Answer]:
     """Send all requests, and return the answers in the same order, at the time ``until_s`` at the latest.
 
-    Half of the time is for connecting and sending, so peers that hang do not take the time of the others' answers. A
-    request whose connection was stale is sent again over another connection.
+    The last quarter of the time is for answers alone, so no peer is connected to when it has no time to answer. If a
+    connection was stale, its request is sent again over another connection.
 
     Args:
         requests: at most one for each peer; a peer may answer a request twice.
@@ -38,7 +38,7 @@ def ask_peers(links: PeerLinks, requests: Sequence[PeerRequest], reply: FrameKin
     """
     answers: list[Answer] = [None] * len(requests)
     now_s = time.monotonic()
-    send_until_s = now_s + (until_s - now_s) / 2
+    send_until_s = until_s - (until_s - now_s) / 4
     places = list(range(len(requests)))
     for _ in range(2):
         if places:
