@@ -45,7 +45,7 @@ def test_owners_know_all_pages_after_restarts_and_storms_and_a_change_costs_one_
         before, entries = steady.counters["dumps"], steady.counters["entries"]
         for number in range(4):  # changes close in time become at most two
             pool.leave(range(number, number + 1))
-            pool.run(0.1)
+            pool.run(0.01)
         pool.run(5.0)
         check(pool)
         assert steady.counters["dumps"] - before <= 2

@@ -32,7 +32,6 @@ from kvstore.wire.tombstones import TOMBSTONE_BYTES, unpack_tombstones
 ANSWER_S: Final = 1.0
 ASKED_AT_ONCE: Final = 64  # owners that batches are sent to at the same time: at most 2.4 MB
 LINKS_IDLE_S: Final = 60.0  # a daemon keeps unused connections for longer than the interval of announcements
-MERGE_S: Final = 1.0  # changes of the members within this time after another change become one change
 PAGES_PER_S: Final = 500_000  # at most
 STOP_S: Final = 5.0
 RETRY_MAX_S: Final = 8.0  # the longest pause before an owner with too many connections is tried again
@@ -200,7 +199,7 @@ class Announcer:
         now_s = time.monotonic()
         if members != self._plan.owners and (not members or now_s >= self._merge_until_s):
             self._plan.members(members)
-            self._merge_until_s = now_s + MERGE_S
+            self._merge_until_s = now_s + pause_s(len(members))  # changes until then become one change
         self._feed.veil(secret)
         self._feed.follow()
 
