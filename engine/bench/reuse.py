@@ -55,7 +55,7 @@ class ReusePool:
 def reuse(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     """Measure hits in DRAM.
 
-    ``<name>.1k`` and so on: how many times sooner a hit has its first token than a computation.
+    ``<name>.1k`` and so on: the time to the first token of a computation, divided by that of a hit.
     ``<name>.1k_pages.longer``: a prompt of full pages, compared with a prompt that is one token longer.
     """
     with ExitStack() as scene:
@@ -73,8 +73,9 @@ def reuse(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
 def arena(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     """Measure hits in the arena of the engine.
 
-    ``<name>.1k`` and so on: how many times sooner a hit has its first token than a computation.
-    ``<name>.1k.dram``: how many times sooner than a hit in DRAM, of an engine that keeps no pages.
+    ``<name>.1k`` and so on: the time to the first token of a computation, divided by that of a hit.
+    ``<name>.1k.dram``: the time to the first token of a hit in DRAM, in an engine that keeps no pages, divided by that
+    of a hit in the arena.
     """
     results: list[Result] = []
     with ExitStack() as scene:

@@ -31,7 +31,7 @@ from engine.compute.kernel_args import Terms
 from engine.compute.paged_cache import Batch, Steps
 
 NAME = "kvstore_paged"
-SHARED_BYTES_MIN = 256 << 10  # of a layer's KV: one thread reads a smaller amount before a second thread has started
+SHARED_BYTES_MIN = 256 << 10  # of a layer's KV; one thread has read fewer bytes before a second thread has started
 
 AttendPages = Callable[[torch.Tensor, int, int], torch.Tensor]  # (query, v_dim, v_at) -> [n, heads, v_dim]
 

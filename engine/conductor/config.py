@@ -54,7 +54,7 @@ class ConductorConfig(DaemonConfig):
     policy: str = setting(
         "kv-centric",
         parse_text,
-        "How the engines that compute a prompt and answer are chosen.",
+        "The rule that chooses which engine computes the prompt, and which engine answers.",
         metavar="|".join(POLICIES),
     )
     split: str = setting(
@@ -98,7 +98,7 @@ class ConductorConfig(DaemonConfig):
     offer_catalog: str = setting(
         "",
         parse_text,
-        "The catalog of another pool, for whose conductors the engines of this pool compute prompts.",
+        "The catalog of another pool. Engines of this pool then compute prompts for that pool's conductors.",
         metavar="URL",
     )
     offer_pool: str = setting("default", parse_text, "The name of the other pool in its catalog.")

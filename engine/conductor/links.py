@@ -70,7 +70,7 @@ class KnownEngine:
     Attributes:
         layout: the layout of its pages; None means a foreign engine.
         model_path: the folder of its model's tokenizer; None if every byte is a token.
-        speeds: the measured speeds of an engine that reports none; None if the engine reports them.
+        speeds: what the conductor measures, if the engine does not report its speeds; otherwise None.
     """
 
     about: EngineAbout

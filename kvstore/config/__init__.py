@@ -164,7 +164,7 @@ class NodeConfig(DaemonConfig):
     demote_at: float = setting(
         0.5,
         parse_number,
-        "The share of DRAM in use from which on pages are saved to NVMe: 0 saves at once, 1 when DRAM is full.",
+        "Pages are saved to NVMe while more than this share of DRAM is in use. 0: always; 1: when DRAM is full.",
     )
     promote_after: int = setting(2, parse_count, "After how many reads from NVMe a page is copied back to DRAM.")
     checkpoint_s: float = setting(

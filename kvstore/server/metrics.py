@@ -49,9 +49,9 @@ def table_text(metrics: Sequence[MetricInfo]) -> str:
 
 
 SHED_HELP: Final = (
-    "Calls refused or ended for lack of a resource: late (time), calls (rpcs_max), share (a tenant's share of"
-    " rpcs_max), buffers, quick, read or wait (threads), other (reservations). half_open: calls ended to make room for"
-    " another call, because their own request had not arrived."
+    "Calls that were refused or ended because a resource was used up, by resource. late: time; calls: rpcs_max;"
+    " share: a tenant's part of rpcs_max; buffers; quick, read, wait: threads of this kind; other: reservations."
+    " half_open: calls whose request had not arrived, ended to make room for another call."
 )
 
 INTERNAL_ERRORS: Final = metric_info(
@@ -88,7 +88,7 @@ _KINDS: Final = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "hi
 
 
 class Families:
-    """All metric families of one scrape, in the order of their table; called to add a sample."""
+    """All metric families of one scrape, in the order of their table. A call of the object adds one sample."""
 
     def __init__(self, prefix: str, metrics: Sequence[MetricInfo]) -> None:
         self._prefix = prefix

@@ -38,7 +38,11 @@ GONE: Final = 499  # the status that counts a request whose client has gone
 METRICS: Final = (
     _about("counter", "answers", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),
     _about("counter", "routed", "Requests sent to engines. A request that continues at another engine counts again."),
-    _about("counter", "broken", "Failures of engines on answers, which then continued at another engine or were lost."),
+    _about(
+        "counter",
+        "broken",
+        "How often an engine failed during an answer. The answer then continued at another engine, or was lost.",
+    ),
     _about("counter", "role_refusals", "Requests that an engine refused because of its role. They were routed again."),
     _about("counter", "prompt_tokens", "Tokens of the prompts of requests that were answered."),
     _about("counter", "completion_tokens", "Tokens generated for them."),

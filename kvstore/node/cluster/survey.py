@@ -1,7 +1,8 @@
-"""``Survey``: which stored pages of a node no other node of the pool has, by its records and the directory.
+"""``Survey``: finds the stored pages of a node that no other node of its pool has.
 
-Records are read in slices, so the node continues in between. Pages may change during a survey; a copy of a page that
-has left, or that another node has just got, costs an order without effect.
+A survey uses the node's records and the directory. Records are read in slices, so the node handles other requests
+between two slices. Pages may change during a survey. If a page has been removed, or another node has just stored it,
+the order to copy it has no effect.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class MissingRun:
         return len(self.keys) * self.page_bytes
 
     def age_s(self, now_ns: int) -> float:
-        """Return the time since the last use, weighted by the hint as quotas weigh it: the larger, the less worth."""
+        """Return the time since the last use, weighted by the hint as quotas weigh it. A larger value means that the
+        run is worth less."""
         age_ms = max(0, now_ns - self.used_ns) // 1_000_000 + 1
         return (age_ms / HINT_WEIGHTS[self.hint] if age_ms <= HINT_MS[self.hint] else age_ms) / 1000
 
@@ -91,8 +93,9 @@ class Survey:
     def missing(
         self, counted: Collection[str], *, replicated: bool, assume_missing: bool = False
     ) -> tuple[list[MissingRun], bool]:
-        """Return the pages that none of the nodes ``counted`` has, those worth most first, and whether every page
-        was looked up. A page is not looked up if no owner of it answers, or only owners that may not know all pages.
+        """Return the pages that no node in ``counted`` has, the most valuable first, and whether every page was looked
+        up. A page counts as looked up if an owner that answers lists it for one of these nodes, or if an owner that
+        answers has all entries of these nodes.
 
         Args:
             replicated: only pages that want a second copy.

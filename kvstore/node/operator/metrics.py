@@ -70,7 +70,11 @@ METRICS = (
     ),
     _histogram("eviction_age_seconds", "Time between the last use of a page and its eviction, in seconds.", "tier"),
     _counter("reclaimed_extents", "Extents that went to pages of another geometry.", "tier"),
-    _counter("damaged_pages", "Pages dropped because they failed verification, without their descendants.", "reason"),
+    _counter(
+        "damaged_pages",
+        "Pages dropped because they failed verification. Their descendants, which are dropped too, are not counted.",
+        "reason",
+    ),
     _counter("node_events", "All other counters of the node, by name.", "event"),
     _gauge("tier_capacity_bytes", "Size of a tier.", "tier"),
     _gauge("tier_used_bytes", "Bytes of sealed pages.", "tier"),
