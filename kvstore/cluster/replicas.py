@@ -1,7 +1,7 @@
 """Second copies of pages: to which node each one goes, and which ones are owed. No I/O.
 
 **Target.** A copy goes to a node on another machine, in another zone if the pool has one. Among the nodes that remain,
-those that already have the page before are preferred, because a node stores a page only after its parent. Otherwise
+those that already have the page's parent are preferred, because a node stores a page only after its parent. Otherwise
 rendezvous hashing chooses, weighted by capacity: a node with twice the capacity receives twice the pages, and a node
 that joins takes its share of later pages only. Worked example, a node of machine m1 and zone z1::
 
@@ -10,9 +10,9 @@ that joins takes its share of later pages only. Worked example, a node of machin
 
 Without c, the copy goes to b. Without b and c, it goes nowhere, unless ``same_machine`` allows a.
 
-**Owed copies.** A page that wants a second copy is owed from its seal until another node has stored it. The queue is in
-memory. It is bounded, and can always be rebuilt: records say which pages want a second copy, and the directory says
-which of them another node has. Life of a run of pages::
+**Owed copies.** A second copy is owed from the seal of the page until another node has stored the page. The queue is in
+memory. The queue is bounded, and can always be rebuilt: records say which pages want a second copy, and the directory
+says which of them another node has. Life of a run of pages::
 
     owe ──> waiting ──next──> under way ──settle──> (all pages copied, or gone)
                ^                  │
@@ -35,7 +35,7 @@ import xxhash
 OWED_MAX: Final = 1 << 18  # pages in the queue
 PAUSE_S_MIN: Final = 0.1  # before a run is tried again; doubles with each try
 PAUSE_S_MAX: Final = 5.0
-REFUSED_TRIES: Final = 4  # about 0.7 s: a node that has just been lost or started may be replaced or listed by then
+REFUSED_TRIES: Final = 4  # about 0.7 s; by then the pool lists a node that has just started or has been replaced
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def choose_target(
         mine: the node that has the page.
         others: the nodes that are alive. ``mine`` may be among them.
         anchor: the name of the copy for rendezvous hashing, such as the page's key.
-        parent_nodes: nodes that have the page before.
+        parent_nodes: nodes that have the page's parent.
         same_machine: whether nodes of this machine may have the copy if there is no other machine.
     """
     sites = [each for each in others if each.name != mine.name and not each.draining]
@@ -142,7 +142,7 @@ class OwedCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these pages."""
+        """Bytes of the pages whose copy is owed."""
         return self._nbytes
 
     def owes(self, key: bytes) -> bool:

@@ -2,8 +2,8 @@
 
 The owners of the directory know which nodes have an object, as they do for pages. A node that has some of the objects
 gets one request for all of them. Values are received in the caller's buffers. A value counts only if its checksums are
-right, and if its source says afterwards that it did not change. A node that fails is left out, and another node that
-has the object is asked. A fault of another node is only a miss.
+right, and if its source says afterwards that the value did not change. A node that fails is left out, and another node
+that has the object is asked. A fault of another node is only a miss.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DELETE_SILENCE_S: Final = 3.0  # for a node to delete its values
 KEYS_S: Final = 60.0  # for one list of keys
 KEYS_SILENCE_S: Final = 2.0  # for each step of such a list
 TargetOf = Callable[[int, ObjectFacts], Scattered]
-"""Returns the target of a value, in host memory: called with the object's position, once its size is known."""
+"""Returns the target of a value, in host memory. Called with the object's position when the value's size is known."""
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -171,7 +171,7 @@ class PoolObjects:
             return [(False, 0)] * count
 
     def read_before(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which of these objects this machine has read from other nodes before, and note that it reads them."""
+        """Return which of these objects this machine has read from other nodes before, and note this read."""
         history = self._peers.history
         before = [history.leading([key]) == 1 for key in keys]
         history.add(list(keys))
@@ -242,7 +242,7 @@ def _by_node(positions: Sequence[int], holders: Sequence[Sequence[str]]) -> dict
 def receive_objects(
     link: DataConnection, request: ObjectsRequest, targets: ObjectTargets, budget: TimeBudget
 ) -> list[ObjectFacts | None]:
-    """Send a request, receive its reply, and return the facts about objects that arrived as a whole, or that are larger
+    """Send a request, receive its reply, and return the facts about objects that arrived completely, or that are larger
     than their limits.
 
     Raises:
@@ -297,7 +297,7 @@ def _receive_parts(
 
 
 def _page_buffers(part: ObjectPart, facts: ObjectFacts, target: Scattered) -> Iterator[list[Rows]]:
-    """Yield the places in the target of each page of a part."""
+    """For each page of a part, yield its places in the target."""
     for page in range(part.first, part.first + part.pages):
         start, stop = facts.page_range(page, 1)
         yield target.views(start, stop - start)

@@ -291,9 +291,9 @@ class _Owner:
     """An owner of the directory: when the next announcement is due, and whether the last ones succeeded.
 
     Attributes:
-        since_s: when the node became an owner, by ``boot_s``.
+        since_s: when the data server became an owner, by ``boot_s``.
         process: the data server's number at the last try.
-        sent_s: when a batch was last received, by ``time.monotonic()``; 0 if this process has received none.
+        sent_s: when the owner last received a batch, by ``time.monotonic()``; 0 if this process has received none.
         next_s: the earliest time of the next try. Pauses grow while tries fail.
         full: the owner answered that it has too many connections.
         has_tombstones: the owner answered that it has tombstones for this node.
@@ -309,8 +309,8 @@ class _Owner:
         self.has_tombstones = False
 
     def is_due(self, process: str, now_s: float) -> bool:
-        """Return whether an announcement may be sent now. A new process of the owner is tried at once, because it knows
-        nothing."""
+        """Return whether an announcement may be sent now. A new process of the owner does not have to
+        wait, because it has no entries yet."""
         if process != self.process:
             self.process, self.next_s, self.sent_s = process, 0.0, 0.0
         return now_s >= self.next_s
@@ -324,8 +324,8 @@ class _Owner:
     def fail(self, error: KVStoreError) -> None:
         """Note that the owner did not receive the announcement.
 
-        Tries are cheap: ``PeerLinks`` contacts an owner that is not responding only from time to time. An owner whose
-        view of the catalog does not have this node yet will have it within a second."""
+        Tries are cheap: if an owner is not responding, ``PeerLinks`` contacts it only from time to time. If an owner's
+        list of members lacks this node, the owner learns of the node within a second."""
         self.full = isinstance(error, TooManyCalls)
         pause_s = self.health.note_failure(error, error.retry_after_s if isinstance(error, TooManyCalls) else 0.0)
         self.next_s = time.monotonic() + (pause_s if self.full else min(pause_s, LOOK_MAX_S))

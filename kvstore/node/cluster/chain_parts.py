@@ -34,7 +34,7 @@ class ChainPart:
 
     Attributes:
         parent: the key of the page before the first one, or the root.
-        siblings: how many stored pages follow that page; 0 if it is not in memory.
+        siblings: how many stored pages have this parent; 0 if the parent is not in memory.
         about: the name of the root; None if no client has named it.
         rows: the identity row of each page.
         hints: the hint byte of each page.

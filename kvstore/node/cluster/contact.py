@@ -1,4 +1,4 @@
-"""Contact: when a node last had contact with its pool, and which of its objects it drops after a long time without.
+"""Contact: when a node last had contact with its pool, and which objects it drops after a long time without contact.
 
 Other nodes keep tombstones of deleted and replaced objects for ``TOMBSTONE_S``. A node that was away for longer may
 have objects whose tombstones have ended. So before it announces anything again, it drops every object that was put more

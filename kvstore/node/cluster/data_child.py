@@ -1,4 +1,4 @@
-"""The data server process of a daemon: the daemon starts it, finds it again after a restart, and ends it."""
+"""The data server process of a daemon: the daemon starts it, finds it again after its own restart, and ends it."""
 
 from __future__ import annotations
 

@@ -57,8 +57,9 @@ cluster_log = logging.getLogger("kvstore.cluster")
 def server_by_node(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[str, DataEntry]:
     """Return, for each node, the data server that its pages are read from.
 
-    If a node has several, the newest counts, since an older one may have died recently. But a data server from another
-    incarnation does not belong to the current node with this name: it serves an earlier node, which was cut off.
+    If a node has several, the newest counts, because an older one may have died recently. But a data server from
+    another incarnation does not belong to the current node with this name: it serves an earlier node, which was cut
+    off.
 
     Args:
         servers: the newest last.
@@ -138,8 +139,9 @@ def address_of(config: NodeConfig) -> tuple[str, int]:
     """Return the numeric address and port to listen on.
 
     Raises:
-        InvalidRequest: the address is beyond loopback without TLS or identities (or private networks), these or a
-            certificate are invalid, there is no such host, or the address is a wildcard, which other nodes cannot dial.
+        InvalidRequest: the address is beyond loopback, but TLS and identities (or private networks) are not configured;
+            one of these settings or a certificate is invalid; the host does not exist; or the address is a wildcard, to
+            which other nodes cannot connect.
     """
     named = config.data not in (DATA_AUTO, DATA_NONE)
     host_name, port = parse_address(config.data, "data") if named else ("127.0.0.1", 0)
@@ -169,7 +171,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
 
     Raises:
         NodeBusy: another process is the node's data server.
-        Unavailable: there is no such node, and no such node appeared in time.
+        Unavailable: no node with this name exists, and none appeared in time.
         InvalidRequest: a setting is invalid.
         VersionMismatch: the catalog is from another version.
     """
@@ -233,7 +235,7 @@ def transports_of(config: NodeConfig) -> dict[str, str]:
 def limits_of(config: NodeConfig) -> ServerLimits:
     """Return the limits of this configuration's data server.
 
-    ``Connections`` reserves one part in ``UNKNOWN_PART`` for callers that are not identified."""
+    ``Connections`` reserves 1/``UNKNOWN_PART`` of the connections for callers that are not identified."""
     known = config.data_connections
     return ServerLimits(connections_max=known + -(-known // (UNKNOWN_PART - 1)))
 

@@ -1,10 +1,10 @@
 """``NodeDrain``: moves the pages of a node to other nodes, and takes the node out of its pool.
 
-A drain marks the node in the catalog first, so that no other node copies pages to it. It then has those pages copied
-that no other node has, in the order of their worth: the most recently used chains first, weighted by retention hints.
-Pages that programs of this machine store in the meantime are moved as well. At the deadline, or when nothing is left to
-move, the node leaves the catalog and its data server ends. The daemon itself continues: programs of its machine read
-and write their node until SIGTERM, and the next start joins the pool again.
+A drain marks the node in the catalog first, so that no other node copies pages to it. It then orders copies of the
+pages that no other node has. The chains that are worth most come first: the most recently used ones, weighted by
+retention hints. Pages that programs of this machine store in the meantime are moved as well. At the deadline, or when
+nothing is left to move, the node leaves the catalog and its data server ends. The daemon itself continues: programs of
+its machine read and write their node until SIGTERM, and the next start joins the pool again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvstore.state.node_state import NodeState
 
 DEADLINE_S: Final = 300.0
 DEADLINE_S_MAX: Final = 24 * 3600.0
-MARK_S: Final = 1.0  # other nodes follow the catalog within this time
+MARK_S: Final = 1.0  # within this time, other nodes have seen a change of the catalog
 PAUSE_S: Final = 0.2  # between two tries of pages that could not be copied
 TRIES: Final = 5  # of pages that could not be copied
 STOP_S: Final = 5.0
@@ -135,7 +135,7 @@ class NodeDrain:
         return True
 
     def _move_all(self) -> None:
-        """Move pages until none is left, no more can be moved, or the deadline."""
+        """Move pages until none is left, no more can be moved, or the deadline has passed."""
         stuck, moved = 0, set[bytes]()  # the directory lists moved pages only a moment later
         while True:
             runs, _ = self._replicator.survey.missing(self._replicator.counted(), replicated=False, assume_missing=True)

@@ -54,7 +54,7 @@ class ObjectsHandler:
     """The handler of OBJECTS of one node, for all threads.
 
     Args:
-        below: the turns at lower tiers, which replies about pages take too.
+        below: the turns at lower tiers. Replies about pages take turns from it too.
     """
 
     def __init__(self, node: LocalNode, below: ThreadShares) -> None:
@@ -237,7 +237,7 @@ class _Reply:
         members = dram.members | {at: head.member for at, head in self._lower.items() if head.member is not None}
         if members and not all(self.valid):
             for position in lost_members(self._mapped, members):
-                self.valid[position] = 0  # its group left in the meantime: none of its members is sent
+                self.valid[position] = 0  # the group left in the meantime: none of the members is sent
 
     def _groups(self, positions: list[int]) -> Iterator[list[int]]:
         """Yield groups of objects that are sent together: at most ``RANGE_BYTES``, or one object."""
@@ -272,7 +272,7 @@ class _Reply:
         self._watch.reply(FrameKind.PARTS, pack_parts(parts, sums), *buffers)
 
     def _send_below(self, position: int) -> None:
-        """Send a value that is not in DRAM as a whole."""
+        """Send a value that has pages which are not in DRAM."""
         facts, head = self.facts[position], self._lower.get(position)
         assert facts is not None, "only values that were found are sent"
         if head is None:

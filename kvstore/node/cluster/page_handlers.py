@@ -3,7 +3,7 @@
 READ sends pages from the node's memory, its NVMe files and mounted memory, without the daemon. So pages are served even
 while the daemon is busy, stopped or dead. Pages in memory are sent from their frames: the kernel copies them, and after
 that their generations are compared again. Pages on NVMe are read into memory of this process, which reads the next part
-while it sends the last one.
+while it sends the previous one.
 
 LEND, with ATTACH and RETURN, lets other nodes read pages of memory one-sidedly (see ``wire.data``). A process that
 knows an agent's metadata may read all of the node's memory, under any salt. So only nodes and operators receive it.
@@ -133,8 +133,8 @@ class ReadHandler:
 class SendWatch:
     """Sends frames of a reply, and knows whether its reader takes them too slowly.
 
-    While the reply has a turn at a lower tier, this is its ``limits.Holder``. Only the time spent sending counts, not
-    the time spent reading from the tier.
+    While the reply has a turn at a lower tier, the watch is the ``limits.Holder`` of that turn. Only the time spent
+    sending counts, not the time spent reading from the tier.
     """
 
     def __init__(self, exchange: Exchange) -> None:

@@ -1,9 +1,9 @@
-"""``Replicator``: threads of a node's daemon that have second copies of its pages stored on other nodes.
+"""``Replicator``: threads of a node's daemon that order second copies of the node's pages on other nodes.
 
 ``cluster.replicas`` decides which copies are owed and where they go. The threads describe the pages from their records,
 and order the target to copy them (``wire.copy_order``). A new page is owed from its seal on. Pages whose copy may have
 been lost are found by a *survey* of all records: after a start, after a node has left the pool, and after the queue was
-full. A survey asks the directory which pages another node has, and owes the others.
+full. A survey asks the directory which pages another node has. It adds the other pages to the queue.
 
 The first pages of a chain are copied before later ones. If the target lacks the page before a run, the source sends the
 whole chain, and the target skips what it has.
@@ -56,7 +56,7 @@ class Replicator:
         entry: the node's entry in the catalog.
         members: the catalog's members.
         peers: the nodes that can be reached.
-        links: connections to them, of the replicator alone.
+        links: connections to these nodes, which only the replicator uses.
         bucket: charged for everything that is copied.
         same_machine: see ``choose_target``.
 
@@ -94,7 +94,7 @@ class Replicator:
         self._stopping = threading.Event()
         self.survey = Survey(node, peers, links)
         self._survey_tries = 0
-        self._surveyed = False  # whether the queue has all owed copies: a survey has found those that it did not have
+        self._surveyed = False  # True if the queue has all owed copies, because a survey has added the missing ones
         self._threads = [
             threading.Thread(target=boundary.thread_loop(f"task/{name}", turn, self._stopping), name=name, daemon=True)
             for name, turn in [
@@ -152,7 +152,7 @@ class Replicator:
             self._owed.owe(parent, keys, page_bytes, now_s)
         lost = self._inbox.lost + self._owed.dropped
         self._surveyed &= lost == self._lost  # until the next survey, any page may be owed
-        if lost > self._lost and len(self._owed) <= OWED_MAX // 2:  # the survey's pages have space
+        if lost > self._lost and len(self._owed) <= OWED_MAX // 2:  # the queue has space for what a survey finds
             self._lost = lost
             self._survey_s = min(self._survey_s, now_s + SETTLE_S)
 
@@ -235,7 +235,7 @@ class Replicator:
                     self.counters["failed"] += reason not in (NO_NODE, BUSY)
 
     def _copy(self, run: OwedRun) -> tuple[int, int, str, str]:
-        """Have the leading pages of a run copied. Return how many were copied, how many are no longer stored, why
+        """Order copies of the leading pages of a run. Return how many were copied, how many are no longer stored, why
         nothing was copied, and the node that had no space."""
         try:
             part = read_part(self._node, run.keys)
@@ -247,8 +247,8 @@ class Replicator:
         return pages, 0, "" if pages else reason, node if reason == FULL else ""
 
     def send(self, part: ChainPart, anchor: bytes, refused: Sequence[str] = ()) -> tuple[int, str, str]:
-        """Have pages copied to the node that the pool's members and ``anchor`` determine. Return how many leading pages
-        it has now, why not more, and its name.
+        """Order a copy of pages on the node that the pool's members and ``anchor`` determine. Return how many leading
+        pages that node has now, why not more, and its name.
 
         Args:
             refused: nodes that have no space for them.
@@ -279,7 +279,7 @@ class Replicator:
         return peers[name] if name is not None else None
 
     def _parent_nodes(self, part: ChainPart) -> set[str]:
-        """Return the nodes that have the page before, unless other stored pages follow that page, too."""
+        """Return the nodes that have the parent of these pages; none if the parent has other stored children, too."""
         if part.siblings > 1 or part.parent == part.root:
             return set()
         with self._lock:
@@ -292,7 +292,8 @@ class Replicator:
             return set()
 
     def _send_ancestors(self, target: PoolNode, part: ChainPart) -> str:
-        """Have the pages before ``part`` copied, from the start of the chain. Return why they were not, or ""."""
+        """Order copies of the pages before ``part``, from the start of the chain. Return why they were not copied, or
+        ""."""
         try:
             keys = self._node.look(partial(ancestors, key=part.parent))
             while keys:
