@@ -90,7 +90,8 @@ class ViewKeeper:
         self._seen: tuple[list[NodeEntry], list[DataEntry]] | None = None  # what the file has
 
     def refresh(self) -> None:
-        """Write the file if the members have changed, or only the time of the catalog's last sign of life."""
+        """Write the file if the members have changed. Otherwise, write only the time of the catalog's last answer, if
+        that is newer."""
         nodes, servers = seen = self._members.nodes(), self._members.data_servers()
         heard_s, before, last = self._members.heard_s, self._view, self._seen
         changed = last is None or last[0] is not nodes or last[1] is not servers

@@ -139,7 +139,7 @@ class SendWatch:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._progress: tuple[float, int] | None = None  # while it sends: a time, and the bytes sent by then
+        self._progress: tuple[float, int] | None = None  # while the watch sends: a time, and the bytes sent by then
 
     @property
     def caller(self) -> Caller:
