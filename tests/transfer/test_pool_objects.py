@@ -127,7 +127,7 @@ def test_a_deletion_holds_on_every_node(pool: Pool) -> None:
     a, b, c = (pool.stores[name] for name in "abc")
     for store in (a, b):
         store.put_many(KEYS, VALUES)
-    wait_found(c, KEYS)
+    pool.well()  # the owners list both nodes
     assert c.delete([KEYS[0], KEYS[5], "none"]) == 2
     for store in (a, b, c):
         assert store.contains(KEYS) == [False, True, True, True, True, False]
@@ -147,7 +147,7 @@ def test_a_value_that_is_replaced_is_replaced_on_every_node(pool: Pool) -> None:
     a, b, c = (pool.stores[name] for name in "abc")
     for store in (a, b):
         store.put_many(KEYS, VALUES)
-    wait_found(c, KEYS)
+    pool.well()  # the owners list both nodes
     assert c.put_many(KEYS, VALUES[::-1], replace=True) == [True] * len(KEYS)
     for store in (a, b, c):
         wait_found(store, KEYS)

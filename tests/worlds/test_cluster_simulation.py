@@ -38,8 +38,8 @@ def test_after_any_faults_all_that_is_there_is_found(batch: int) -> None:
 def test_nearly_all_that_is_stored_is_found_during_faults() -> None:
     """Links between others are cut one way, data servers start anew, nodes join. What an owner has not heard of for two
     seconds it says; before that a few pages are missed, as those that were not announced yet."""
-    seeds = range(FOUND_SEEDS, 2 * FOUND_SEEDS)
-    seen = sum((play_found(seed).counts for seed in seeds), Counter[str]())
+    # The share differs by .005 between runs of 25 seeds, so it takes a hundred.
+    seen = sum((play_found(seed).counts for seed in range(4 * FOUND_SEEDS)), Counter[str]())
     assert min(seen[each] for each in ("cut", "server", "join", "heal")) > 5, seen
     assert seen["old stored"] > 100 and seen["old found"] == seen["old stored"]
     assert seen["found"] >= 0.99 * seen["stored"]
