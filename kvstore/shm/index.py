@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 import lmdb
 
@@ -39,6 +39,7 @@ from kvstore.shm.lmdb_environment import (
     IndexCrowded,
     IndexDamaged,
     IndexFull,
+    Tables,
     allocate_map,
     translate,
 )
@@ -55,14 +56,6 @@ STEPS_IN_FLIGHT: Final = 2
 
 
 GROUP_ENTRY: Final = struct.Struct("<QQ")  # entry of a complete group: its members, and when it was listed
-
-
-class Tables(NamedTuple):
-    """Handles of the index's tables: one per tier, one for pages that are being written, and one for groups."""
-
-    tiers: Mapping[Tier, Any]
-    pending: Any
-    groups: Any
 
 
 class MapMemory:
@@ -228,11 +221,11 @@ class Index:
     damaged, after ``close``, and in a forked child (which may open an index of its own).
     """
 
-    def __init__(self, path: Path, epoch: int, environment: lmdb.Environment) -> None:
+    def __init__(self, path: Path, epoch: int, environment: lmdb.Environment, tables: Tables) -> None:
         self.path = path
         self.epoch = epoch
         self._environment: lmdb.Environment | None = environment
-        self._tables = _open_tables(environment)
+        self._tables = tables
         self._begin: Any = environment.begin  # bound once, because every get calls it
         self._memory = MapMemory(path)
         _indexes.add(self)
@@ -262,7 +255,7 @@ class Index:
         if stored is None:
             raise IndexDamaged(f"{path} is absent, cut short or of another format")
         try:
-            return cls(path, epoch, env.open_shared(path, stored, folder.file_mode))
+            return cls(path, epoch, *env.open_shared(path, stored, folder.file_mode))
         except (lmdb.Error, OSError) as error:
             raise IndexDamaged(f"{path} cannot be opened ({error})") from error
 
@@ -273,7 +266,7 @@ class Index:
         if env.stored_map_bytes(path) is None:
             return None
         try:
-            return cls(path, epoch, env.open_shared(path, None, folder.file_mode))
+            return cls(path, epoch, *env.open_shared(path, None, folder.file_mode))
         except (lmdb.Error, OSError):  # OSError: it was removed in the meantime
             return None
 
@@ -469,13 +462,6 @@ class Index:
             return info
         except lmdb.Error as error:
             translate(error)
-
-
-def _open_tables(environment: lmdb.Environment) -> Tables:
-    """Open the databases of an index. Raises lmdb.Error if one is missing."""
-    tiers = {tier: environment.open_db(name, create=False) for tier, name in env.TIER_TABLES.items()}
-    pending, groups = (environment.open_db(name, create=False) for name in (env.PENDING, env.GROUPS))
-    return Tables(tiers, pending, groups)
 
 
 def _entries_of(transaction: Any, table: Any) -> Iterator[tuple[bytes, bytes]]:

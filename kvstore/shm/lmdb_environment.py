@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import lmdb
 
@@ -98,13 +98,22 @@ def translate(error: Exception) -> NoReturn:
     raise error
 
 
-def open_shared(path: Path, map_bytes: int | None, file_mode: int) -> lmdb.Environment:
-    """Return this process's environment for ``path``. It is opened on first use, for writing if ``map_bytes`` is set.
+class Tables(NamedTuple):
+    """Handles of the index's tables: one per tier, one for pages that are being written, and one for groups."""
+
+    tiers: Mapping[Tier, Any]
+    pending: Any
+    groups: Any
+
+
+def open_shared(path: Path, map_bytes: int | None, file_mode: int) -> tuple[lmdb.Environment, Tables]:
+    """Return this process's environment for ``path``, and its tables. It is opened on first use, for writing if
+    ``map_bytes`` is set.
 
     Raises:
         NodeBusy: it is requested for writing, but this process has opened it for reading, as the index of another
             daemon.
-        lmdb.Error, OSError: it cannot be opened.
+        lmdb.Error, OSError: it cannot be opened, or a table is missing.
     """
     with _lock:
         status = os.stat(path / "data.mdb")
@@ -113,10 +122,22 @@ def open_shared(path: Path, map_bytes: int | None, file_mode: int) -> lmdb.Envir
         if environment is None:
             options = _READER if map_bytes is None else _WRITER | {"map_size": map_bytes}
             environment = lmdb.open(str(path), mode=file_mode, **options)
+            tables = _open_tables(environment, None)
             _environments[identity] = environment
-        elif map_bytes is not None and environment.flags()["readonly"]:
+            return environment, tables
+        if map_bytes is not None and environment.flags()["readonly"]:
             raise NodeBusy(f"this process has {path} open for reading; close that store before serving the node")
-        return environment
+        # LMDB's binding opens a table in a write transaction if it gets none, and keeps the interpreter locked while it
+        # waits for the writer. The writer may be a thread of this process that waits for the interpreter.
+        with environment.begin() as transaction:
+            return environment, _open_tables(environment, transaction)
+
+
+def _open_tables(environment: lmdb.Environment, transaction: lmdb.Transaction | None) -> Tables:
+    def table(name: bytes) -> Any:
+        return environment.open_db(name, transaction, create=False)
+
+    return Tables({tier: table(name) for tier, name in TIER_TABLES.items()}, table(PENDING), table(GROUPS))
 
 
 def make(

@@ -221,7 +221,7 @@ def test_connect_says_what_is_wrong(shm: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_public_names() -> None:
     """What programs may rely on: a name that comes, goes or moves is a change of the interface."""
     classes = {"Keys", "Layout", "Lease", "Match", "PrefixCache", "Reader", "Retention", "Store", "Tier", "Writer"}
-    classes |= {"GroupedCache", "GroupedKeys", "GroupedLease", "GroupedMatch"}
+    classes |= {"DevicePointer", "GroupedCache", "GroupedKeys", "GroupedLease", "GroupedMatch"}
     assert set(kvstore.__all__) == classes | {"__version__", "connect", "empty", "errors", "open"}
     assert {name: getattr(kvstore, name).__name__ for name in classes} == {name: name for name in classes}
     assert callable(kvstore.connect) and callable(kvstore.open) and kvstore.__version__[0].isdecimal()

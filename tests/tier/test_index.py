@@ -495,3 +495,41 @@ def test_without_memory_small_transactions_follow(folder: NodeFolder, monkeypatc
     with pytest.raises(IndexFull):
         writer.reserve(200_000, 16)
     writer.close()
+
+
+OPEN_WHILE_WRITING = """
+    import threading
+    import numpy as np
+    import kvstore
+
+    store = kvstore.open(dram="8MiB")
+    layout = kvstore.Layout(model="m", layers=1, kv_heads=1, head_dim=16, page_tokens=16)
+    cache, ended = store.cache(layout), threading.Event()
+
+    def write():
+        number = 0
+        while not ended.is_set():
+            number += 1
+            cache.put(np.arange(160) + 1000 * number, np.zeros((10, layout.page_bytes), np.uint8), wait=True)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    print("started", flush=True)
+    for _ in range(300):
+        with kvstore.connect(store.name) as other:
+            other.cache(layout).get(np.arange(161))
+    ended.set()
+    thread.join()
+    store.close()
+    print("ended")
+"""
+
+
+def test_an_index_is_opened_while_another_thread_of_the_process_writes_it() -> None:
+    """Opening waited for the writer and kept the interpreter locked, which the writer needed to end: both hung."""
+    child = start(OPEN_WHILE_WRITING)
+    try:
+        said, _ = child.communicate(timeout=120)
+    finally:
+        child.kill()
+    assert child.returncode == 0, said

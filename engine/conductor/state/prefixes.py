@@ -111,7 +111,7 @@ class Prefixes:
 
     def forget(self, node: str) -> None:
         """Remove a node, with its pages and its expected pages."""
-        self._directory.forget(node)
+        self._directory.forget([node])
         number = self._names.number(node)
         remaining: deque[_Expected] = deque()
         for expected in self._expected_by_age:

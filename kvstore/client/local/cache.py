@@ -327,7 +327,9 @@ class LocalCache(PrefixCache):
         """Store pages, and return how many are new. Without ``wait``, pages are published where that is possible, and
         the node seals them later."""
         start_ns = time.monotonic_ns()
-        is_plain = retention == () and replicas is None and self.replicas is None  # the usual case, with fewer calls
+        # The usual case, with fewer calls: no hints, and one copy.
+        is_plain = retention == () and replicas is None and self.replicas is None
+        is_plain = is_plain and self._node.writable().words[_REPLICAS] <= 1
         keys = self._page_keys(tokens, extras) if is_plain else self._keys_to_store(tokens, extras, retention, replicas)
         put = self._start_put(keys, pages, checksum, wait)
         new = put.result()

@@ -309,10 +309,20 @@ class LocalObjects(ObjectVerbs):
         start, root = encode_prefix(prefix), root_of_salt(salt)
         self._node.writable()
         in_pool = not local and self._is_in_pool
+
+        def delete(names: list[bytes]) -> int:
+            return self._delete_in_pool(names, root, salt) if in_pool else self._delete(names, root)
+
         for _ in range(LOOKS_MAX):
-            pass_deleted = 0
+            pass_deleted, found = 0, list[bytes]()
             for names in self.names_in_steps(salt, start):
-                deleted = self._delete_in_pool(names, root, salt) if in_pool else self._delete(names, root)
+                found += names  # members of a group that are deleted by one request all count
+                deleted = delete(found) if len(found) >= BATCH_MAX else 0
+                found = [] if len(found) >= BATCH_MAX else found
+                pass_deleted += deleted
+                yield deleted
+            if found:
+                deleted = delete(found)
                 pass_deleted += deleted
                 yield deleted
             if not pass_deleted:
