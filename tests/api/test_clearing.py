@@ -99,3 +99,9 @@ def test_a_node_that_is_away_is_told(machine: Machine) -> None:
         assert time.monotonic() - began < 30
         machine.serve("n")
         assert store.clear("k") == 1
+
+
+def test_members_of_a_group_count_wherever_the_look_finds_them(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "LOOK_PAGES", 1)
+    store.put_many(["g1", "g2", "g3"], [b"1", b"2", b"3"], "a", group="g", count=3)
+    assert store.clear("g", "a") == 3

@@ -33,6 +33,7 @@ from kvstore.client.value_buffers import Scattered
 from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.objects import (
+    NO_GROUP,
     ObjectGroup,
     class_for,
     encode_name,
@@ -309,20 +310,10 @@ class LocalObjects(ObjectVerbs):
         start, root = encode_prefix(prefix), root_of_salt(salt)
         self._node.writable()
         in_pool = not local and self._is_in_pool
-
-        def delete(names: list[bytes]) -> int:
-            return self._delete_in_pool(names, root, salt) if in_pool else self._delete(names, root)
-
         for _ in range(LOOKS_MAX):
-            pass_deleted, found = 0, list[bytes]()
-            for names in self.names_in_steps(salt, start):
-                found += names  # members of a group that are deleted by one request all count
-                deleted = delete(found) if len(found) >= BATCH_MAX else 0
-                found = [] if len(found) >= BATCH_MAX else found
-                pass_deleted += deleted
-                yield deleted
-            if found:
-                deleted = delete(found)
+            pass_deleted = 0
+            for names in self.names_in_steps(salt, start, groups_last=True):
+                deleted = self._delete_in_pool(names, root, salt) if in_pool else self._delete(names, root)
                 pass_deleted += deleted
                 yield deleted
             if not pass_deleted:
@@ -365,26 +356,38 @@ class LocalObjects(ObjectVerbs):
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def names_in_steps(self, salt: str, start: bytes, only_complete: bool = False) -> Iterator[list[bytes]]:
+    def names_in_steps(
+        self, salt: str, start: bytes, only_complete: bool = False, groups_last: bool = False
+    ) -> Iterator[list[bytes]]:
         """Yield the names of this node's objects that begin with ``start``, in a list for every ``LOOK_PAGES`` pages of
         the node. An object may be listed twice if it is in two tiers, or if it is moved in the meantime.
 
         Args:
             only_complete: leave out members of groups that are not complete.
+            groups_last: yield members of groups in lists of their own, of ``BATCH_MAX`` or more names except for the
+                last one. If members are deleted by one request, all of them count.
         """
         mapped, root = self._node.mapped(), root_of_salt(salt)
         if mapped is None:
             return
         mapped.published.take_in(mapped.channel)
-        names = dict[bytes, ObjectGroup]()
+        names, members = dict[bytes, ObjectGroup](), list[bytes]()
         for count, row in enumerate(mapped.object_rows(), 1):
             head = read_row(row) if row is not None else None  # the root and the description of the object
             if head is not None and head[0] == root and head[1].name.startswith(start):
-                names[head[1].name] = head[1].group
+                if groups_last and head[1].group != NO_GROUP:
+                    members.append(head[1].name)
+                else:
+                    names[head[1].name] = head[1].group
             if count % LOOK_PAGES == 0:
                 yield _complete(mapped, names) if only_complete else list(names)
                 names.clear()
+                if len(members) >= BATCH_MAX:
+                    yield members
+                    members = []
         yield _complete(mapped, names) if only_complete else list(names)
+        if members:
+            yield members
 
     def find_head(self, salt: str, name: bytes) -> ProvenHead | None:
         """Return the head of an object of this node; None if there is none."""
