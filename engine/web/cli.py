@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import signal
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import click
@@ -47,8 +47,7 @@ def web(node: str | None, http: str, catalog: str | None, pool: str, as_json: bo
     except NodeUnavailable:
         if node is not None:
             raise
-        with nullcontext():
-            _run(None, host, port, as_json)
+        _run(None, host, port, as_json)
         return
     with store:
         _run(node_frames(store.stats, store.name), host, port, as_json)

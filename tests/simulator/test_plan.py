@@ -66,7 +66,7 @@ def test_the_least_sizes_for_shares_of_the_hits_grow_and_reach_them() -> None:
     sizes = list(load.curve.items())
     assert [pages for _, pages in sizes] == sorted(pages for _, pages in sizes)
     for share, pages in sizes:
-        assert load.hit_ratio_of(pages) >= share * load.hit_ratio > load.hit_ratio_of(pages - 1) - 1e-9 - load.hit_ratio
+        assert load.hit_ratio_of(pages) + 1e-9 >= share * load.hit_ratio > load.hit_ratio_of(pages - 1) - 1e-9
 
 
 def test_a_larger_budget_never_saves_less_and_is_not_exceeded() -> None:
