@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.cluster.announce_plan import TombstonePlan
 from kvstore.cluster.directory import Placement
 from kvstore.cluster.directory_owner import DirectoryOwner
-from kvstore.cluster.tombstone_plan import TombstonePlan
 from kvstore.model.tombstones import Tombstone, Tombstones
 from tests.helpers.worlds.object_world import ObjectNode, play
 

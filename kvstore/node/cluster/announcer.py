@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any, Final
 
 from kvstore import boundary
-from kvstore.cluster.announce_plan import AnnouncePlan, idle_s, pause_s
+from kvstore.cluster.announce_plan import AnnouncePlan, TombstonePlan, idle_s, pause_s
 from kvstore.cluster.ask_peers import PeerRequest, ask_peers
 from kvstore.cluster.catalog.base import boot_s
 from kvstore.cluster.catalog.task_health import TaskHealth
@@ -18,7 +18,6 @@ from kvstore.cluster.directory import AnnounceBatch
 from kvstore.cluster.directory_messages import pack_announce, unpack_announced
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
-from kvstore.cluster.tombstone_plan import TombstonePlan
 from kvstore.errors import KVStoreError, TooManyCalls, Unavailable
 from kvstore.model.tombstones import Tombstone
 from kvstore.node.cluster.contact import Contact

@@ -18,10 +18,10 @@ from unittest.mock import patch
 import numpy as np
 
 from kvstore.cluster import announce_plan
+from kvstore.cluster.announce_plan import TombstonePlan
 from kvstore.cluster.directory import GONE, Placement
 from kvstore.cluster.directory_messages import pack_find, pack_hold, unpack_found
 from kvstore.cluster.lookup_plan import Question, Search
-from kvstore.cluster.tombstone_plan import TombstonePlan
 from kvstore.model.prefix import fingerprint, fingerprints, separate_spans
 from kvstore.model.replica import Tier
 from kvstore.model.tombstones import TOMBSTONE_S, Tombstone, Tombstones
